@@ -31,10 +31,9 @@ def require(module: str, package: str, purpose: str, line: str | None = None) ->
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             run = line or f"pip install {_release(package)}"
             raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: {run}.") from error
-        raise MissingExtra(
-            f"{purpose} needs {package}, which is installed but does not import: {one_line(error)}. "
-            f"To install a release that fits, run: pip install -U {_release(package)}."
-        ) from error
+        does_not = f"is installed but does not import: {one_line(error)}"
+        remedy = f"To install a release that fits, run: pip install -U {_release(package)}."
+        raise MissingExtra(f"{purpose} needs {package}, which {does_not}. {remedy}") from error
 
 
 def require_all(modules: dict[str, str], purpose: str) -> None:

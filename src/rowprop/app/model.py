@@ -38,8 +38,7 @@ def load_model(
     """Build the model that ``spec`` names, with its batch and its losses.
 
     Args:
-        spec: ``module:callable`` or ``path/to/file.py:callable`` (the working directory is importable), called without
-            arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``; or ``torchvision/NAME``.
+        spec: As for :func:`make_model`.
         input_shape: Shape of a random batch where ``spec`` brings none, e.g. ``"64x3x32x32"``: standard normal inputs,
             and a target per row that fits the model's output.
         seed: Of torch's random state, before the model is built and again before the batch is made. Default 0.
@@ -72,7 +71,7 @@ def load_model(
 
 
 def default_losses(model: nn.Module, batch: Any) -> Tensor:
-    """The losses of a batch ``(*inputs, target)``, shape ``(N,)``: the means of :func:`default_token_losses`."""
+    """The mean of each row's :func:`default_token_losses`, shape ``(N,)``."""
     return _mean_of_places(default_token_losses(model, batch))
 
 
@@ -85,11 +84,11 @@ def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         InvalidInput: The batch or the output fits neither.
     """
+    remedy = "return (model, batch, losses_fn) to bring your own losses."
     if not isinstance(batch, (tuple, list)) or len(cast("list[Any]", batch)) < 2:
         kind = type(cast(object, batch)).__name__
         raise InvalidInput(
-            f"The batch is a {kind} but a tuple (*inputs, target) was needed for the default losses; "
-            "return (model, batch, losses_fn) to bring your own losses."
+            f"The batch is a {kind} but a tuple (*inputs, target) was needed for the default losses; {remedy}"
         )
     *inputs, target = cast("list[Tensor]", batch)
     output = logits_of(model(*inputs))
@@ -100,15 +99,16 @@ def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
     raise InvalidInput(
         f"The model's output has shape {tuple(output.shape)} and the target shape {tuple(target.shape)} and dtype "
         f"{target.dtype}, but classes (N, ...) for an output (N, C, ...), or a floating target of the output's shape "
-        "was needed; return (model, batch, losses_fn) to bring your own losses."
+        f"was needed; {remedy}"
     )
 
 
 def output_as_losses(model: nn.Module, batch: Any) -> Tensor:
     """The mean of each row's output; the model is called with a mapping's entries by name, a tuple's in order."""
     if isinstance(batch, Mapping):
-        return _mean_of_places(logits_of(model(**cast("Mapping[str, Any]", batch))))
-    output = model(*cast("list[Any]", batch)) if isinstance(batch, (tuple, list)) else model(batch)
+        output = model(**cast("Mapping[str, Any]", batch))
+    else:
+        output = model(*cast("list[Any]", batch)) if isinstance(batch, (tuple, list)) else model(batch)
     return _mean_of_places(logits_of(output))
 
 
@@ -118,14 +118,15 @@ def _mean_of_places(values: Tensor) -> Tensor:
 
 def _is_input_alone(model: nn.Module, batch: object) -> bool:
     """Whether a batch has no target; a tuple has none if the model needs its last entry."""
-    if not isinstance(batch, (tuple, list)):
-        return True
-    entries = cast("list[object]", batch)
-    return len(entries) == 1 or (not takes(model.forward, len(entries) - 1) and takes(model.forward, len(entries)))
+    entries = len(cast("list[object]", batch)) if isinstance(batch, (tuple, list)) else 1
+    return entries == 1 or (not takes(model.forward, entries - 1) and takes(model.forward, entries))
 
 
 def make_model(spec: str) -> tuple[nn.Module, Any, LossesFn | None]:
-    """Build what ``module:callable`` or ``torchvision/NAME`` names: a model, its batch and losses, or None for these.
+    """Build what ``spec`` names: a model, its batch and losses, or None for these.
+
+    It is ``torchvision/NAME``, or ``module:callable`` or ``path/to/file.py:callable`` (the working directory is
+    importable), called without arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``.
 
     Raises:
         InvalidInput: The spec names nothing, or its callable fails or returns something else.
@@ -143,29 +144,23 @@ def make_model(spec: str) -> tuple[nn.Module, Any, LossesFn | None]:
     parts: list[Any] = list(cast("tuple[Any, ...]", made)) if isinstance(made, tuple) else [made]
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
         kinds = ", ".join(type(part).__name__ for part in parts)
-        raise InvalidInput(
-            f"model {spec!r} returned ({kinds}), but a torch.nn.Module, (model, batch) or (model, batch, losses_fn) "
-            "was needed."
-        )
+        needed = "a torch.nn.Module, (model, batch) or (model, batch, losses_fn) was needed."
+        raise InvalidInput(f"model {spec!r} returned ({kinds}), but {needed}")
     parts += [None] * (3 - len(parts))
     return parts[0], parts[1], parts[2]
 
 
 def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Tensor) -> tuple[Tensor, Tensor]:
     if shape is None:
-        raise InvalidInput(
-            f"model {spec!r} comes without a batch; return (model, batch) or give the shape of a random one, e.g. "
-            "--input-shape 64x3x32x32."
-        )
+        remedy = "return (model, batch) or give the shape of a random one, e.g. --input-shape 64x3x32x32."
+        raise InvalidInput(f"model {spec!r} comes without a batch; {remedy}")
     with foreign(f"a random batch of shape {tuple(shape)} could not be made"):
         inputs = like.new_empty(shape).normal_()
     with foreign(f"model {spec!r} failed on a random batch of shape {tuple(shape)}"):
         output = logits_of(score_without_graph(lambda model, batch: model(batch), model, inputs))
     if output.ndim == 0 or output.shape[0] != shape[0]:
-        raise InvalidInput(
-            f"model {spec!r} returned shape {tuple(output.shape)} for {shape[0]} rows, but one entry per row was "
-            "needed."
-        )
+        returned = f"shape {tuple(output.shape)} for {shape[0]} rows"
+        raise InvalidInput(f"model {spec!r} returned {returned}, but one entry per row was needed.")
     if output.ndim == 2 and output.shape[1] > 1:
         return inputs, torch.randint(output.shape[1], (shape[0],), device=output.device)
     return inputs, torch.randn_like(output)

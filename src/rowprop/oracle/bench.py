@@ -103,10 +103,9 @@ class Bench:
             with forward or nullcontext():
                 loss, record = step(self.batch)
             if record.selection.is_everything:
-                raise InvalidInput(
-                    f"verify would keep all {record.num_rows} rows of the batch, where every engine is plain training "
-                    "and there is nothing to check; give a larger batch or a smaller keep."
-                )
+                why = "where every engine is plain training and there is nothing to check"
+                remedy = "give a larger batch or a smaller keep."
+                raise InvalidInput(f"verify would keep all {record.num_rows} rows of the batch, {why}; {remedy}")
             check_graph(loss)
             dtype = _coarsest_dtype(loss)
             with backward(loss) if backward else nullcontext() as seen:

@@ -112,7 +112,13 @@ def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = 
         chosen = _shuffled(rows)[:train_rows]
         parts = {part: getattr(data, part)[chosen] for part in ("train_x", "train_y", "train_ids")}
         data = replace(data, **parts, train_texts=_at(data.train_texts, chosen) if data.train_texts else ())
-    return _standardised(data) if data.num_words is None else data
+    if data.num_words is not None:
+        return data
+    train_x, test_x = data.train_x.float(), data.test_x.float()
+    if not bool(torch.isfinite(train_x).all() and torch.isfinite(test_x).all()):
+        raise InvalidInput(f"the rows of {data.name} hold values that are not finite; clean the data first.")
+    mean, deviation = train_x.mean(), train_x.std().clamp_min(1e-6)
+    return replace(data, train_x=(train_x - mean) / deviation, test_x=(test_x - mean) / deviation)
 
 
 def _shuffled(rows: int) -> Tensor:
@@ -121,14 +127,6 @@ def _shuffled(rows: int) -> Tensor:
 
 def _at(texts: Sequence[str], rows: Tensor) -> tuple[str, ...]:
     return tuple(texts[int(row)] for row in rows)
-
-
-def _standardised(data: Dataset) -> Dataset:
-    train_x, test_x = data.train_x.float(), data.test_x.float()
-    if not bool(torch.isfinite(train_x).all() and torch.isfinite(test_x).all()):
-        raise InvalidInput(f"the rows of {data.name} hold values that are not finite; clean the data first.")
-    mean, deviation = train_x.mean(), train_x.std().clamp_min(1e-6)
-    return replace(data, train_x=(train_x - mean) / deviation, test_x=(test_x - mean) / deviation)
 
 
 def _digits(_: Path | None) -> Dataset:
@@ -193,30 +191,24 @@ def _read_wordnet(data_dir: Path | None) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def _wordnet_tokens(name: str, data_dir: Path | None) -> Dataset:
-    """WordNet's glosses side by side in rows; the vocabulary is the training glosses'."""
     if name != "wordnet":
         raise InvalidInput(f"the model predicts the next token of a text, but {name} has classes; use --data wordnet.")
     train_texts, test_texts, *_ = _read_wordnet(data_dir)
     vocabulary = wordnet.vocabulary(train_texts, wordnet.NUM_WORDS_TO_PREDICT - 1)
     end = len(vocabulary) + 2
-    train_rows = wordnet.packed(train_texts, vocabulary, end)
-    test_rows = wordnet.packed(test_texts, vocabulary, end)[:TEST_ROWS]
+    train = wordnet.packed(train_texts, vocabulary, end)
+    test = wordnet.packed(test_texts, vocabulary, end)[:TEST_ROWS]
     names = ("(padding)", "(unknown word)", *vocabulary, "(end)")
-    return Dataset(
-        name, train_rows[:, :-1], train_rows[:, 1:], test_rows[:, :-1], test_rows[:, 1:], names,
-        torch.arange(len(train_rows)), num_words=end + 1,
-    )  # fmt: skip
+    places = torch.arange(len(train))
+    return Dataset(name, train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:], names, places, num_words=end + 1)
 
 
 def _wordnet(data_dir: Path | None) -> Dataset:
-    """WordNet's glosses and their classes; the vocabulary is the training glosses'."""
     train_texts, test_texts, train_y, test_y, train = _read_wordnet(data_dir)
     vocabulary = wordnet.vocabulary(train_texts)
     train_x, test_x = wordnet.encode(train_texts, vocabulary), wordnet.encode(test_texts, vocabulary)
-    return Dataset(
-        "wordnet", train_x, train_y, test_x, test_y, wordnet.CLASSES, train, train_texts,
-        num_words=len(vocabulary) + 2,
-    )  # fmt: skip
+    words, classes = len(vocabulary) + 2, wordnet.CLASSES
+    return Dataset("wordnet", train_x, train_y, test_x, test_y, classes, train, train_texts, num_words=words)
 
 
 def _from_callable(name: str) -> Dataset:
@@ -252,28 +244,23 @@ def _whole(classes: Tensor, what: str) -> Tensor:
 
 def _check_dense(what: str, values: Tensor) -> None:
     if values.is_complex() or values.layout != torch.strided:
-        raise InvalidInput(
-            f"the {what} are {values.dtype}, {values.layout}, but a dense tensor of real numbers was needed."
-        )
+        kind = f"{values.dtype}, {values.layout}"
+        raise InvalidInput(f"the {what} are {kind}, but a dense tensor of real numbers was needed.")
 
 
 def _check(data: Dataset) -> None:
     """Refuse rows and classes that do not belong together."""
     for part, x, y in (("training", data.train_x, data.train_y), ("test", data.test_x, data.test_y)):
         if y.dim() != 1 or x.dim() < 2 or len(x) != len(y) or len(y) == 0:
-            raise InvalidInput(
-                f"the {part} rows of {data.name} have shape {tuple(x.shape)} and their classes {tuple(y.shape)}; "
-                "needed are rows (M, C, ...) and classes (M,), at least one."
-            )
+            shapes = f"have shape {tuple(x.shape)} and their classes {tuple(y.shape)}"
+            needed = "needed are rows (M, C, ...) and classes (M,), at least one."
+            raise InvalidInput(f"the {part} rows of {data.name} {shapes}; {needed}")
         _check_dense(f"{part} rows of {data.name}", x)
-        low, high = int(y.min()), int(y.max())
-        if low < 0 or high >= len(data.class_names):
-            raise InvalidInput(
-                f"the {part} classes of {data.name} run from {low} to {high}, but {len(data.class_names)} classes "
-                f"are named: 0 to {len(data.class_names) - 1}."
-            )
-    if data.train_x.shape[1:] != data.test_x.shape[1:]:
-        raise InvalidInput(
-            f"a training row of {data.name} has shape {tuple(data.train_x.shape[1:])} and a test row "
-            f"{tuple(data.test_x.shape[1:])}; one model must take both."
-        )
+        low, high, classes = int(y.min()), int(y.max()), len(data.class_names)
+        if low < 0 or high >= classes:
+            named = f"{classes} classes are named: 0 to {classes - 1}."
+            raise InvalidInput(f"the {part} classes of {data.name} run from {low} to {high}, but {named}")
+    one, other = tuple(data.train_x.shape[1:]), tuple(data.test_x.shape[1:])
+    if one != other:
+        rows = f"a training row of {data.name} has shape {one} and a test row {other}"
+        raise InvalidInput(f"{rows}; one model must take both.")

@@ -69,9 +69,8 @@ class Folder:
                 pass
             held = cast(Any, lock.acquire())
         except Timeout as error:
-            raise InvalidInput(
-                f"another process is writing a comparison into {self.path}; wait until it is done, or {ELSEWHERE}."
-            ) from error
+            writing = f"another process is writing a comparison into {self.path}"
+            raise InvalidInput(f"{writing}; wait until it is done, or {ELSEWHERE}.") from error
         except (OSError, ValueError, RecursionError) as error:  # a path of a thousand folders
             raise self._unwritable(error) from error
         with held:
@@ -108,46 +107,40 @@ class Folder:
         if not there:
             return {}
         settings = self._settings(there)
+        files = sorted((self.path / RUNS).glob("*.json"))
         if resume:
             if differing := _differing(settings, self._binding):
-                raise InvalidInput(
-                    f"the runs in {self.path} were made with other settings ({differing}); resume with the same "
-                    f"settings, or {ELSEWHERE}."
-                )
-            runs = [self._read_run(path) for path in sorted((self.path / RUNS).glob("*.json"))]
-            return {(run.label, run.seed): run for run in runs}
-        count = len(list((self.path / RUNS).glob("*.json")))
-        if not fresh and (count or RESULTS in there or REPORT in there):
-            raise InvalidInput(
-                f"{self.path} holds a comparison with {count} finished run{'' if count == 1 else 's'}; add --resume to "
-                f"go on with it, --fresh to set it aside and start over, or {ELSEWHERE}."
-            )
+                remedy = f"resume with the same settings, or {ELSEWHERE}."
+                raise InvalidInput(f"the runs in {self.path} were made with other settings ({differing}); {remedy}")
+            return {(run.label, run.seed): run for run in map(self._read_run, files)}
+        if not fresh and (files or RESULTS in there or REPORT in there):
+            holds = f"a comparison with {len(files)} finished run{'' if len(files) == 1 else 's'}"
+            remedy = f"add --resume to go on with it, --fresh to set it aside and start over, or {ELSEWHERE}."
+            raise InvalidInput(f"{self.path} holds {holds}; {remedy}")
         return {}
 
     def _settings(self, there: list[str]) -> Json:
         """The settings that the folder's mark holds; a folder without it is refused."""
         path = self.path / SETTINGS
         if SETTINGS not in there:
+            made = f"no {SETTINGS} says that rowprop compare made {'it' if len(there) == 1 else 'them'}"
             raise InvalidInput(
-                f"{self.path} holds {' and '.join(there)}, but no {SETTINGS} says that rowprop compare made "
-                f"{'it' if len(there) == 1 else 'them'}; nothing was touched, {ELSEWHERE}."
+                f"{self.path} holds {' and '.join(there)}, but {made}; nothing was touched, {ELSEWHERE}."
             )
         try:
             content = _read_json(path)
             if content.get("format") != FORMAT or not isinstance(content.get("settings"), dict):
                 raise ValueError(f'"format": "{FORMAT}" and "settings" were needed')
         except (OSError, ValueError) as error:
-            raise InvalidInput(
-                f"{path} was not written by rowprop compare ({reason(error)}); nothing was touched, {ELSEWHERE}."
-            ) from error
+            said = f"{path} was not written by rowprop compare ({reason(error)})"
+            raise InvalidInput(f"{said}; nothing was touched, {ELSEWHERE}.") from error
         return content["settings"]
 
     def _read_run(self, path: Path) -> Run:
         """A kept run, or why its file cannot be used."""
         try:
             content = _read_json(path)
-            digest = content.pop("sha256", None)
-            if digest != _digest(content):
+            if content.pop("sha256", None) != _digest(content):
                 raise ValueError("it is not as rowprop compare wrote it")
             if differing := _differing(content["settings"], self._binding):
                 raise ValueError(f"it was made with other settings: {differing}")
@@ -156,10 +149,8 @@ class Folder:
             if wanted != path.name:
                 raise ValueError(f"it holds {run.label} with seed {run.seed}, whose file is {wanted}")
         except (OSError, ValueError) as error:
-            raise InvalidInput(
-                f"the run in {path} cannot be used ({reason(error)}); move the file away, and --resume trains that "
-                "run again."
-            ) from error
+            remedy = "move the file away, and --resume trains that run again."
+            raise InvalidInput(f"the run in {path} cannot be used ({reason(error)}); {remedy}") from error
         return run
 
     def _set_aside(self) -> Path | None:

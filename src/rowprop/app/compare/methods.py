@@ -100,10 +100,9 @@ class Method:
         with foreign(failing) if self.is_own else nullcontext():
             step = self.kind.recipe(model, losses_fn, **given)
         if not isinstance(step, SelectiveBackprop):
-            raise InvalidInput(
-                f"method {self.label!r} returned a {type(step).__name__}, but a rowprop.SelectiveBackprop was "
-                "needed: return SelectiveBackprop(model, losses_fn, selector, **options)."
-            )
+            remedy = "return SelectiveBackprop(model, losses_fn, selector, **options)."
+            returned = f"method {self.label!r} returned a {type(step).__name__}"
+            raise InvalidInput(f"{returned}, but a rowprop.SelectiveBackprop was needed: {remedy}")
         if not self.name.startswith(PRUNED):
             return step
         # Two biases towards hard rows would make the steps too long: measured in benchmarks/results.
@@ -126,10 +125,8 @@ def parse_methods(text: str, unit: Unit = "row") -> tuple[Method, ...]:
     methods = tuple(_parse_method(label, unit) for label in labels)
     for method in methods:
         if method.beside and method.beside not in labels:
-            raise InvalidInput(
-                f"method {method.label!r} keeps as many rows as {method.beside} of the same seed, but {method.beside} "
-                "is not among the methods; name it too."
-            )
+            keeps = f"method {method.label!r} keeps as many rows as {method.beside} of the same seed"
+            raise InvalidInput(f"{keeps}, but {method.beside} is not among the methods; name it too.")
     return methods
 
 
@@ -139,17 +136,15 @@ def _parse_method(label: str, unit: Unit) -> Method:
     name = home + colon + last
     beside = engine if (name, engine) == ("random", THINNED) else ""
     engine = engine if at and not beside else "sliced"
-    engines = tuple(ENGINES) if unit == "row" else ("sliced", CUT, "masked")
-    among = "" if unit == "row" else " for tokens"
+    engines, among = (ENGINES, "") if unit == "row" else (("sliced", CUT, "masked"), " for tokens")
     if engine not in engines:
         raise InvalidInput(f"engine {engine!r} is unknown{among}; the engines are {', '.join(engines)}.")
     if colon:
         return Method(name, engine, label, Kind(load_object(name, "method"), METHODS[unit]["random"].takes))
     kind = METHODS[unit].get(name)
     if kind is None:
-        raise InvalidInput(
-            f"method {name!r} is unknown{among}; the methods are {', '.join(METHODS[unit])} and module:callable."
-        )
+        known = ", ".join(METHODS[unit])
+        raise InvalidInput(f"method {name!r} is unknown{among}; the methods are {known} and module:callable.")
     if kind.recipe is None:
         if at:
             raise InvalidInput(f"method {label!r} names an engine, but {name} is an ordinary loop; write {name}.")

@@ -56,10 +56,8 @@ def compare(settings: Settings, out: Path, *, resume: bool = False, fresh: bool 
         MissingExtra: A package of the extra ``compare`` is not installed.
     """
     if resume and fresh:
-        raise InvalidInput(
-            "--resume and --fresh are both given, but one goes on with the runs that are kept and the other sets them "
-            "aside; give one of them."
-        )
+        both = "one goes on with the runs that are kept and the other sets them aside; give one of them."
+        raise InvalidInput(f"--resume and --fresh are both given, but {both}")
     out = out.absolute()  # data and models are made by the user's code, which may change the working directory
     require_all(COMPARE, "rowprop compare")
     if settings.threads is not None:

@@ -62,10 +62,8 @@ class Settings:
                 raise InvalidInput(f"{name} is {amount}, but a positive number was needed.")
         for method in self.parsed_methods:
             if self.epochs == 1 and method.kind.whole_first_epoch:
-                raise InvalidInput(
-                    f"epochs is 1, but {method.label} trains the first epoch whole and needs at least 2; "
-                    "raise --epochs, or name other methods."
-                )
+                needs = f"{method.label} trains the first epoch whole and needs at least 2"
+                raise InvalidInput(f"epochs is 1, but {needs}; raise --epochs, or name other methods.")
 
     def _settle(self, **usual: Any) -> None:
         for name, value in usual.items():

@@ -306,10 +306,8 @@ def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick
 
 def _check_finite(losses: Tensor, name: str, settings: Settings, seed: int, steps: int) -> None:
     if not bool(losses.isfinite().all()):
-        raise InvalidInput(
-            f"the {name} with seed {seed} is not finite after {steps} steps; lower the learning rate (--lr, now "
-            f"{settings.lr:g})."
-        )
+        remedy = f"lower the learning rate (--lr, now {settings.lr:g})."
+        raise InvalidInput(f"the {name} with seed {seed} is not finite after {steps} steps; {remedy}")
 
 
 def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Tensor, float]:
