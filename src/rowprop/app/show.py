@@ -157,7 +157,7 @@ def way_row(way: Way, result: Plan) -> tuple[str, ...]:
 
 def show_comparison(console: Console, results: dict[str, Any]) -> None:
     """Print the methods' table, where the time went, and the verdict."""
-    from rowprop.app.compare.runs import PHASES, task_of, with_spread
+    from rowprop.app.compare.results import PHASES, task_of, with_spread
 
     methods: list[dict[str, Any]] = results["methods"]
     task = task_of(results)

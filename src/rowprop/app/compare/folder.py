@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
-from rowprop.app.compare.runs import Run
+from rowprop.app.compare.results import Run
 from rowprop.errors import InvalidInput
 from rowprop.files import reason, write_whole
 

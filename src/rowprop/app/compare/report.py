@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rowprop.app.compare.data import Dataset
 from rowprop.app.compare.methods import CUT, METHODS
-from rowprop.app.compare.runs import PHASES, task_of, with_spread
+from rowprop.app.compare.results import PHASES, task_of, with_spread
 from rowprop.app.page import GREY, drawing, legend, named, new_figure, render
 
 if TYPE_CHECKING:

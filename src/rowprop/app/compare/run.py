@@ -14,8 +14,7 @@ from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import render_report
-from rowprop.app.compare.results import summarise
-from rowprop.app.compare.runs import TASKS, Run
+from rowprop.app.compare.results import TASKS, Run, summarise
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.train import check_methods, train
 from rowprop.app.lookup import COMPARE, require_all
