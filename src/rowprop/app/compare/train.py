@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -24,6 +25,7 @@ from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
 from rowprop.host import drained_s
 from rowprop.scoring import Scored, gradient_norm
+from rowprop.state import evaluating
 from rowprop.step.record import Record
 from rowprop.step.small import unwarned
 
@@ -89,25 +91,19 @@ class Stepper:
         irreducible: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.model = model
-        self.peak_lr = settings.lr
-        self.optimizer: torch.optim.Optimizer
-        if settings.model in ADAMW:
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=self.peak_lr)
-        else:
-            self.optimizer = torch.optim.SGD(
-                model.parameters(), lr=self.peak_lr, momentum=0.9, nesterov=True, weight_decay=5e-4
-            )
+        self.lr = settings.lr
+        self.batch_rows = min(settings.batch_rows, len(data.train_y))
+        sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        kind = torch.optim.AdamW if settings.model in ADAMW else sgd
+        self.optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=self.lr)
         self.phases_s = dict.fromkeys(PHASES, 0.0)
         self.optimizer_steps = 0
         self._data = data
         self._kind = method.kind
-        self._batch_rows = settings.batch_rows
-        rows = len(data.train_y)
         budget = {
-            "unit": data.unit, "keep": settings.keep, "epochs": settings.epochs or ENDLESS, "num_rows": rows,
-            "batch_rows": min(settings.batch_rows, rows), "seed": seed, "irreducible": irreducible,
-            "reference": irreducible,
-            "beta": 1 / settings.keep - 1,  # biggest-losers keeps ``keep`` on average
+            "unit": data.unit, "keep": settings.keep, "epochs": settings.epochs or ENDLESS, "seed": seed,
+            "num_rows": len(data.train_y), "batch_rows": self.batch_rows, "irreducible": irreducible,
+            "reference": irreducible, "beta": 1 / settings.keep - 1,  # biggest-losers keeps ``keep`` on average
         }  # fmt: skip
         drawn_by = 2**31 + seed  # not the seed of the order: two streams from one seed could be related
         self._selective = method.made(
@@ -118,7 +114,7 @@ class Stepper:
         self._thinning = thin(model, generator=torch.Generator().manual_seed(drawn_by)) if self._kind.thins else None
         sampler = None if self._selective is None else self._selective.sampler
         self._sampler = sampler if isinstance(sampler, PruningSampler) else None
-        self._counts = data.counted(data.train_y).view(rows, -1).sum(1).cpu()
+        self._counts = data.counted(data.train_y).view(len(data.train_y), -1).sum(1).cpu()
 
     @property
     def train_s(self) -> float:
@@ -145,11 +141,11 @@ class Stepper:
                     self._sampler.full_after = 0.0  # from here on all rows
                 order = torch.tensor(list(self._sampler))
                 self.phases_s["select"] += drained_s() - begin_s
-            batches = max(1, len(order) // self._batch_rows)
+            batches = max(1, len(order) // self.batch_rows)
             # Under a budget of seconds the length of an epoch is unknown; the first epoch is known by its place.
             told = 0.0 if epoch == 0 and seconds is not None and self._kind.whole_first_epoch else None
             for index in range(batches):
-                chunk = order[index * self._batch_rows : (index + 1) * self._batch_rows]
+                chunk = order[index * self.batch_rows : (index + 1) * self.batch_rows]
                 loss, record = self.step(chunk, progress, index, told)
                 if seconds is not None:
                     progress = min(1.0, (self.train_s - begun_s) / seconds)
@@ -189,7 +185,7 @@ class Stepper:
         back_s = drained_s()
         if record is None or record.ready:
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(progress, self.peak_lr)
+                group["lr"] = learning_rate(progress, self.lr)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer_steps += 1
@@ -215,12 +211,7 @@ def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
         if method.is_own or method.kind.thins:
             stepper = Stepper(copy.deepcopy(model).train(), method, settings, data, seed=0)
             with foreign(f"method {method.label!r} failed in its first step"):
-                _try_step(stepper, settings, data)
-
-
-def _try_step(stepper: Stepper, settings: Settings, data: Dataset, index: int = 0) -> None:
-    """Take a step that leaves no trace in the results."""
-    stepper.step(torch.arange(min(settings.batch_rows, len(data.train_y))), progress=0.5, batch_index=index)
+                stepper.step(torch.arange(stepper.batch_rows), progress=0.5, batch_index=0)
 
 
 @unwarned()
@@ -229,13 +220,10 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
 
     The seed fixes the model's start and, but for methods that draw their own, the order of the rows. Evaluation,
     counting which rows were chosen, and three warm-up steps on a throwaway copy happen outside the clock. ``tick`` is
-    called with the fraction done and the last accuracy or perplexity, None before the first evaluation.
-
-    Raises:
-        InvalidInput: The loss became infinite or NaN.
+    called with the fraction done and the last accuracy or perplexity, None before the first evaluation. A loss that is
+    infinite or NaN is refused.
     """
     total_rows = len(data.train_y)
-    rows_per_step = min(settings.batch_rows, total_rows)
     figure = TASKS[data.unit].figure
     stepper = _prepared(settings, data, method, seed, tick)
     seconds = None if settings.seconds is None else max(settings.seconds - stepper.train_s, 1e-9)
@@ -267,7 +255,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         counted = data.counted(data.test_y)
         run.accuracy = float((answers == data.test_y)[counted].float().mean())
         if data.unit == "row":  # those left out before their forward are rows of the epoch, too
-            kept_share = kept * taken.batches / (length * (total_rows // rows_per_step * rows_per_step))
+            kept_share = kept * taken.batches / (length * (total_rows - total_rows % stepper.batch_rows))
         else:
             kept_share = kept / seen
             run.perplexity = math.exp(min(700.0, float(tested[counted].double().mean())))  # of at most e ** 700
@@ -293,7 +281,7 @@ def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick
     irreducible = torch.zeros(data.train_y.shape) if method.kind.needs_irreducible else None
     warm = Stepper(copy.deepcopy(model), method, settings, data, seed, irreducible)
     for index in range(WARMUP_STEPS):
-        _try_step(warm, settings, data, index)
+        warm.step(torch.arange(warm.batch_rows), progress=0.5, batch_index=index)
     tick(0.0, None)
     spent_s = 0.0
     if method.kind.needs_irreducible:
@@ -314,13 +302,10 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
     """Train two models on half of the training rows each, and have each judge the other half.
 
     They are made as the compared model, and trained plainly, with a rate that decays in that time: for a quarter of
-    the epochs each, or for an eighth of the seconds each; for tokens, twice as long.
+    the epochs each, or for an eighth of the seconds each; for tokens, twice as long. Losses may not be infinite or NaN.
 
     Returns:
         The loss of each training row, shape (M,), or of each of its tokens, (M, T), on the device; the seconds it took.
-
-    Raises:
-        InvalidInput: A loss is infinite or NaN.
 
     References:
         Mindermann et al., ICML 2022, arXiv:2206.07137: the variant without a holdout set.
@@ -356,17 +341,14 @@ def _model_for(settings: Settings, data: Dataset) -> nn.Module:
 
 def judge(model: nn.Module, inputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """The loss and the prediction of every entry of ``wanted``, in its shape; the model is in eval mode meanwhile."""
-    was_training = model.training
-    model.eval()
     losses, predicted = torch.zeros(wanted.shape, device=wanted.device), torch.zeros_like(wanted)
     rows = max(1, EVALUATED * len(wanted) // wanted.numel())
-    with torch.no_grad():
+    with evaluating(list(model.modules())), torch.no_grad():
         for at in range(0, len(inputs), rows):
             part = slice(at, at + rows)
             logits = model(inputs[part]).flatten(0, -2)
             losses[part] = F.cross_entropy(logits, wanted[part].flatten(), reduction="none").view_as(wanted[part])
             predicted[part] = logits.argmax(dim=1).view_as(wanted[part])
-    model.train(was_training)
     return losses, predicted
 
 
