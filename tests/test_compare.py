@@ -25,7 +25,7 @@ import compare_cases
 import rowprop
 from rowprop.app import page
 from rowprop.app.compare import data as data_module
-from rowprop.app.compare import report, wordnet
+from rowprop.app.compare import report
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data, read_idx
@@ -36,7 +36,7 @@ from rowprop.app.compare.results import PHASES, Run, most_chosen, verdict
 from rowprop.app.compare.run import Outcome, compare
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.train import hardest_share, learning_rate, train
-from rowprop.app.show import show_comparison
+from rowprop.app.terminal import show_comparison
 from rowprop.errors import InvalidInput, MissingExtra
 
 TINY = {"data": "compare_cases:tiny", "model": "compare_cases:net", "batch_rows": 20, "epochs": 3}
@@ -1116,17 +1116,17 @@ def test_a_corrupt_wordnet_file_is_one_sentence_that_names_it(tmp_path: Path, co
     assert content is not None or "apt-get install wordnet-base" in str(caught.value)
 
 
-@pytest.mark.skipif(not wordnet.DEBIAN_WORDNET.is_dir(), reason="needs Debian's wordnet-base")
+@pytest.mark.skipif(not data_module.DEBIAN_WORDNET.is_dir(), reason="needs Debian's wordnet-base")
 def test_wordnet_is_what_it_is_said_to_be():
-    glosses, classes = wordnet.read_glosses(wordnet.DEBIAN_WORDNET)
+    glosses, classes = data_module.read_glosses(data_module.DEBIAN_WORDNET)
     assert len(glosses) == len(classes) == 117_659
-    assert len(set(classes)) == len(wordnet.CLASSES) == 45
+    assert len(set(classes)) == len(data_module.WORDNET_CLASSES) == 45
     # Counted by lexnames(5WN)'s description: a hamster's gloss is noun.animal, breathe's verb.body.
     found = dict(zip(glosses, classes, strict=True))
     hamster = next(gloss for gloss in glosses if gloss.startswith("short-tailed Old World burrowing rodent"))
-    assert wordnet.CLASSES[found[hamster]] == "noun.animal"
+    assert data_module.WORDNET_CLASSES[found[hamster]] == "noun.animal"
     breathe = next(gloss for gloss in glosses if gloss.startswith("draw air into, and expel out of, the lungs"))
-    assert wordnet.CLASSES[found[breathe]] == "verb.body"
+    assert data_module.WORDNET_CLASSES[found[breathe]] == "verb.body"
 
 
 def test_a_text_set_is_compared_with_its_own_model_and_shown_as_text(tmp_path: Path):

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import compare_cases
 import rowprop
-from rowprop.app.compare import models, wordnet
+from rowprop.app.compare import data as data_module
+from rowprop.app.compare import models
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data
@@ -25,7 +26,7 @@ from rowprop.app.compare.results import TASKS, Run, verdict
 from rowprop.app.compare.run import Outcome, compare
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.train import learning_rate, train
-from rowprop.app.show import show_comparison
+from rowprop.app.terminal import show_comparison
 from rowprop.errors import InvalidInput
 
 BATCH, EPOCHS = 8, 2
@@ -164,7 +165,7 @@ def test_glosses_stand_whole_and_side_by_side():
     # first word; a long gloss loses its end.
     numbers = {word: place for place, word in enumerate("abcdefg", start=2)}
     texts = ["a b", "a b c d e f g", "c", "unheard a", "d"]
-    assert wordnet.packed(texts, numbers, end=9, num_tokens=6).tolist() == [
+    assert data_module.packed(texts, numbers, end=9, num_tokens=6).tolist() == [
         [9, 2, 3, 9, 4, 9, 0],  # a b, c; then 1 token has no room for a gloss and its end
         [9, 2, 3, 4, 5, 6, 9],  # the long one, cut
         [9, 1, 2, 9, 5, 9, 0],  # unheard a, d
@@ -179,13 +180,13 @@ def test_tokens_are_followed_by_those_that_they_predict(data: Dataset):
     assert not bool(data.counted(data.train_y).all())  # some tokens are padding, or the tests below prove nothing
 
 
-@pytest.mark.skipif(not wordnet.DEBIAN_WORDNET.is_dir(), reason="needs Debian's wordnet-base")
+@pytest.mark.skipif(not data_module.DEBIAN_WORDNET.is_dir(), reason="needs Debian's wordnet-base")
 def test_the_glosses_of_wordnet_fill_their_rows():
     # Red when: a gloss is tried in the last row alone (87 % count).
     found = load_data("wordnet", unit="token")
     assert (len(found.train_y), len(found.test_y), len(found.class_names)) == (800, 250, 4000)
     assert found.counted(found.train_y).float().mean() > 0.97
-    assert (found.train_y == wordnet.UNKNOWN).float().mean() < 0.2
+    assert (found.train_y == data_module.UNKNOWN).float().mean() < 0.2
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------

@@ -16,8 +16,18 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from rowprop.app.show import show_flops, show_plan, show_profile, show_verification
-from rowprop.app.terminal import prints_on_stderr, say, show, ticking, unwritable, write_out
+from rowprop.app.terminal import (
+    prints_on_stderr,
+    say,
+    show,
+    show_flops,
+    show_plan,
+    show_profile,
+    show_verification,
+    ticking,
+    unwritable,
+    write_out,
+)
 from rowprop.errors import InvalidInput, RowpropError, is_ours, one_line, place_of
 
 if TYPE_CHECKING:
@@ -156,7 +166,7 @@ def compare(
     from rowprop.app.compare.folder import to_json
     from rowprop.app.compare.run import compare as run_comparison
     from rowprop.app.compare.settings import Settings
-    from rowprop.app.show import show_comparison
+    from rowprop.app.terminal import show_comparison
 
     chosen: list[Any] = [data, data_dir and str(data_dir), train_rows, model, methods, keep, epochs, seconds, batch, lr]
     with prints_on_stderr():

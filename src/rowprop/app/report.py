@@ -16,7 +16,7 @@ import rowprop
 from rowprop.app import page
 from rowprop.app.lookup import PAGE, require_all
 from rowprop.app.page import COLOURS, GREY, SOFT
-from rowprop.app.show import WAY_COLUMNS, uncounted_ops, way_row
+from rowprop.app.terminal import WAY_COLUMNS, uncounted_ops, way_row
 from rowprop.batch import take
 from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.measure import Tick, accelerators

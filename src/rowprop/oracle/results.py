@@ -18,12 +18,12 @@ class ParameterError:
 
     Attributes:
         name: As in ``model.named_parameters()``.
-        error: Largest absolute difference over ``scale``; infinity where the two gradients cannot be compared.
-        scale: The largest absolute entry of the oracle's gradient of this parameter, at least 1e-2 of the largest entry
-            of all its gradients: a gradient of rounding errors alone (the bias of attention's keys) has no own size.
-        allowed: The largest error with which the gradient agrees: the tolerance, at least ten times the oracle's own
-            rounding error, which is large where a gradient's terms cancel (a bias before BatchNorm).
-        problem: Why the two gradients cannot be compared (one is missing or not finite), else None.
+        error: Largest absolute difference over ``scale``; infinity where the two cannot be compared.
+        scale: The largest absolute entry of the oracle's gradient, at least 1e-2 of the largest of all its gradients:
+            one of rounding errors alone (the bias of attention's keys) has no own size.
+        allowed: The largest error with which it agrees: the tolerance, at least ten times the oracle's own rounding
+            error, which is large where a gradient's terms cancel (a bias before BatchNorm).
+        problem: Why the two cannot be compared (one is missing or not finite), else None.
     """
 
     name: str
@@ -78,8 +78,7 @@ class Verification:
         num_kept: K.
         tolerance: Largest relative error that counts as agreeing.
         dtype: The coarsest dtype that the backward computes in.
-        comparisons: The first is under the conditions asked for. Where it disagrees, the others leave out what may
-            differ by design.
+        comparisons: First under the conditions asked for; where it disagrees, also without what differs by design.
         zero_gradients: Names of the parameters whose gradient is zero in the oracle: most mistakes leave it zero.
         drawn: Names of the parameters that were zero and were drawn anew for the comparison, see :func:`verify`.
         cosine: Between the engine's gradient and the oracle's under the conditions asked for, all parameters together.
@@ -156,10 +155,8 @@ class Verification:
         if self.drawn:
             said += f" Parameters that are zero stop the gradient: {len(self.drawn)} were drawn anew for this."
         if zero:
-            said += (
-                f" The gradients of {zero} of {count} parameters are zero on these rows, where most mistakes do not "
-            )
-            said += "show: verify another batch, or the model after some training." if zero > count / 2 else "show."
+            said += f" The gradients of {zero} of {count} parameters are zero on these rows, where most mistakes do not"
+            said += " show: verify another batch, or the model after some training." if zero > count / 2 else " show."
         return self.engine + said
 
     @property

@@ -5,9 +5,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import re
 import urllib.request
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.app.compare import wordnet
 from rowprop.app.lookup import load_object, require
 from rowprop.engines import Unit
 from rowprop.errors import InvalidInput, foreign
@@ -34,6 +36,26 @@ FASHION_MNIST_SHA256 = {
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
+# A row of WordNet is one gloss, its class one of 45 lexicographer files; or several glosses, to predict tokens.
+DEBIAN_WORDNET = Path("/usr/share/wordnet")
+WORDNET_FILES = ("data.noun", "data.verb", "data.adj", "data.adv")
+# In the order of their numbers, lexnames(5WN).
+WORDNET_CLASSES = (
+    "adj.all", "adj.pert", "adv.all", "noun.Tops", "noun.act", "noun.animal", "noun.artifact", "noun.attribute",
+    "noun.body", "noun.cognition", "noun.communication", "noun.event", "noun.feeling", "noun.food", "noun.group",
+    "noun.location", "noun.motive", "noun.object", "noun.person", "noun.phenomenon", "noun.plant", "noun.possession",
+    "noun.process", "noun.quantity", "noun.relation", "noun.shape", "noun.state", "noun.substance", "noun.time",
+    "verb.body", "verb.change", "verb.cognition", "verb.communication", "verb.competition", "verb.consumption",
+    "verb.contact", "verb.creation", "verb.emotion", "verb.motion", "verb.perception", "verb.possession",
+    "verb.social", "verb.stative", "verb.weather", "adj.ppl",
+)  # fmt: skip
+NUM_WORDS = 8_000  # PADDING and UNKNOWN included
+NUM_TOKENS = 24  # 93 % of the glosses are no longer
+PADDING, UNKNOWN = 0, 1
+NUM_WORDS_TO_PREDICT = 4_000  # PADDING, UNKNOWN and the end of a gloss included; 82 % of the glosses' words
+ROW_TOKENS = 64  # tokens of a row to predict
+OPEN_ROWS = 16  # rows that the next gloss is tried in: 1 leaves 13 % of the tokens to padding, 16 leave 2 %
+_SYNSET = re.compile(r"\d{8} (\d\d) [nvasr] .*?\| (.*)")
 TRAIN_ROWS, TEST_ROWS = 800, 250  # of a text whose next token is predicted; all its rows would take an hour
 
 
@@ -58,7 +80,7 @@ class Dataset:
 
     def counted(self, y: Tensor) -> Tensor:
         """Which entries of ``train_y`` or ``test_y`` count, a mask: tokens after which none follows do not."""
-        return torch.ones_like(y, dtype=torch.bool) if self.unit == "row" else y != wordnet.PADDING
+        return torch.ones_like(y, dtype=torch.bool) if self.unit == "row" else y != PADDING
 
     @property
     def num_inputs(self) -> int:
@@ -148,7 +170,7 @@ def _fashion_mnist(data_dir: Path | None) -> Dataset:
 def read_idx(path: Path) -> Tensor:
     """Read one gzipped IDX file of bytes, uint8, or say what is wrong with it."""
     names = ", ".join(f"{stem}.gz" for stem in FASHION_MNIST_SHA256)
-    with wordnet.reading(path, f"fashion-mnist is four files named {names} in one folder (--data-dir)."):
+    with reading(path, f"fashion-mnist is four files named {names} in one folder (--data-dir)."):
         content = gzip.decompress(path.read_bytes())
         dims = content[3] if len(content) >= 4 else 0
         if content[:3] != b"\x00\x00\x08" or dims not in (1, 3):
@@ -184,7 +206,7 @@ def _downloaded_fashion_mnist() -> Path:
 
 def _read_wordnet(data_dir: Path | None) -> tuple[tuple[str, ...], tuple[str, ...], Tensor, Tensor, Tensor]:
     """Glosses to train and to test on, their classes, and the places of the former; every tenth is for testing."""
-    glosses, numbers = wordnet.read_glosses(data_dir or wordnet.DEBIAN_WORDNET)
+    glosses, numbers = read_glosses(data_dir or DEBIAN_WORDNET)
     order, classes = _shuffled(len(glosses)), torch.tensor(numbers)
     test, train = order[: len(glosses) // 10], order[len(glosses) // 10 :]
     return _at(glosses, train), _at(glosses, test), classes[train], classes[test], train
@@ -194,10 +216,10 @@ def _wordnet_tokens(name: str, data_dir: Path | None) -> Dataset:
     if name != "wordnet":
         raise InvalidInput(f"the model predicts the next token of a text, but {name} has classes; use --data wordnet.")
     train_texts, test_texts, *_ = _read_wordnet(data_dir)
-    vocabulary = wordnet.vocabulary(train_texts, wordnet.NUM_WORDS_TO_PREDICT - 1)
+    vocabulary = numbered(train_texts, NUM_WORDS_TO_PREDICT - 1)
     end = len(vocabulary) + 2
-    train = wordnet.packed(train_texts, vocabulary, end)
-    test = wordnet.packed(test_texts, vocabulary, end)[:TEST_ROWS]
+    train = packed(train_texts, vocabulary, end)
+    test = packed(test_texts, vocabulary, end)[:TEST_ROWS]
     names = ("(padding)", "(unknown word)", *vocabulary, "(end)")
     places = torch.arange(len(train))
     return Dataset(name, train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:], names, places, num_words=end + 1)
@@ -205,9 +227,9 @@ def _wordnet_tokens(name: str, data_dir: Path | None) -> Dataset:
 
 def _wordnet(data_dir: Path | None) -> Dataset:
     train_texts, test_texts, train_y, test_y, train = _read_wordnet(data_dir)
-    vocabulary = wordnet.vocabulary(train_texts)
-    train_x, test_x = wordnet.encode(train_texts, vocabulary), wordnet.encode(test_texts, vocabulary)
-    words, classes = len(vocabulary) + 2, wordnet.CLASSES
+    vocabulary = numbered(train_texts)
+    train_x, test_x = encode(train_texts, vocabulary), encode(test_texts, vocabulary)
+    words, classes = len(vocabulary) + 2, WORDNET_CLASSES
     return Dataset("wordnet", train_x, train_y, test_x, test_y, classes, train, train_texts, num_words=words)
 
 
@@ -264,3 +286,83 @@ def _check(data: Dataset) -> None:
     if one != other:
         rows = f"a training row of {data.name} has shape {one} and a test row {other}"
         raise InvalidInput(f"{rows}; one model must take both.")
+
+
+@contextmanager
+def reading(path: Path, needed: str) -> Generator[None]:
+    """Refuse a data file that is missing, in a sentence that ends with ``needed``, or that the block cannot read."""
+    if not path.is_file():
+        raise InvalidInput(f"the data file {path} does not exist; {needed}")
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InvalidInput(f"the data file {path} is corrupt ({error}); fetch it again.") from error
+
+
+def read_glosses(folder: Path) -> tuple[list[str], list[int]]:
+    """Each synset's gloss, untrusted text, and its class, a place in WORDNET_CLASSES; as the files and lines have them.
+
+    Raises:
+        InvalidInput: A file is missing, is not UTF-8, or a line of it is no synset.
+
+    References:
+        wndb(5WN) for the files' format; Miller, "WordNet: A Lexical Database for English", 1995.
+    """
+    glosses: list[str] = []
+    classes: list[int] = []
+    remedy = (
+        "install Debian's package (apt-get install wordnet-base), or name a folder that holds them with --data-dir."
+    )
+    needed = f"wordnet is four files named {', '.join(WORDNET_FILES)} in one folder: {remedy}"
+    for part in WORDNET_FILES:
+        with reading(folder / part, needed):
+            for number, line in enumerate((folder / part).read_text("utf-8").splitlines(), start=1):
+                if line.startswith("  "):  # the licence
+                    continue
+                found = _SYNSET.fullmatch(line)
+                if found is None or int(found[1]) >= len(WORDNET_CLASSES):
+                    raise ValueError(f"line {number} is no synset with a gloss")
+                glosses.append(found[2].strip())
+                classes.append(int(found[1]))
+    return glosses, classes
+
+
+def numbered(texts: Sequence[str], num_words: int = NUM_WORDS) -> dict[str, int]:
+    """Number the most frequent words of ``texts`` from 2 on; words equally frequent go by the alphabet."""
+    counts = Counter(word for text in texts for word in words(text))
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: num_words - 2]
+    return {word: number for number, word in enumerate(frequent, start=2)}
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in lower case, punctuation left out."""
+    return re.findall(r"\w+", text.lower())
+
+
+def encode(texts: Sequence[str], numbers: dict[str, int], num_tokens: int = NUM_TOKENS) -> Tensor:
+    """Return the texts as numbers of words, cut or filled with PADDING to ``num_tokens``: ``(M, T)``, int64."""
+    rows = torch.full((len(texts), num_tokens), PADDING)
+    for row, text in enumerate(texts):
+        tokens = [numbers.get(word, UNKNOWN) for word in words(text)[:num_tokens]]
+        rows[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+    return rows
+
+
+def packed(texts: Sequence[str], numbers: dict[str, int], end: int, num_tokens: int = ROW_TOKENS) -> Tensor:
+    """Return the texts as numbers of words, whole texts side by side in each row, ``end`` behind each of them.
+
+    A text goes into the first of the last OPEN_ROWS rows that has room for it; a text of ``num_tokens`` words or more
+    is cut. A row begins with ``end``, so that its first word has a token before it, and PADDING fills its rest.
+
+    Returns:
+        Rows of shape ``(M, num_tokens + 1)``, int64: the first ``num_tokens`` of each are read, the last are predicted.
+    """
+    rows: list[list[int]] = [[end]]
+    for text in texts:
+        tokens = [numbers.get(word, UNKNOWN) for word in words(text)[: num_tokens - 1]] + [end]
+        room = num_tokens + 1 - len(tokens)
+        row = next((row for row in rows[-OPEN_ROWS:] if len(row) <= room), None)
+        if row is None:
+            rows.append(row := [end])
+        row += tokens
+    return torch.tensor([row + [PADDING] * (num_tokens + 1 - len(row)) for row in rows])

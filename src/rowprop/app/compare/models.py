@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rowprop.app.compare.wordnet import ROW_TOKENS
+from rowprop.app.compare.data import ROW_TOKENS
 from rowprop.app.model import make_model
 from rowprop.errors import InvalidInput, foreign
 

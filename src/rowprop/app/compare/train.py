@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop import thin
-from rowprop.app.compare.data import Dataset
+from rowprop.app.compare.data import PADDING, Dataset
 from rowprop.app.compare.methods import CUT, FULL, Method
 from rowprop.app.compare.models import build_model
 from rowprop.app.compare.results import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
 from rowprop.app.compare.settings import ADAMW, Settings
-from rowprop.app.compare.wordnet import PADDING
 from rowprop.engines import Sliced, Unit
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
