@@ -7,27 +7,16 @@ from __future__ import annotations
 
 import json as json_module
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
-from rowprop.app.terminal import (
-    prints_on_stderr,
-    say,
-    show,
-    show_flops,
-    show_plan,
-    show_profile,
-    show_verification,
-    ticking,
-    unwritable,
-    write_out,
-)
+from rowprop.app import terminal
+from rowprop.app.terminal import prints_on_stderr, say, show, ticking, unwritable, write_out
 from rowprop.errors import InvalidInput, RowpropError, is_ours, one_line, place_of
 
 if TYPE_CHECKING:
@@ -90,8 +79,8 @@ def _sentence(error: BaseException) -> tuple[str, int]:
 
 
 app = typer.Typer(
-    cls=Door, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-)  # fmt: skip
+    cls=Door, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
@@ -166,7 +155,6 @@ def compare(
     from rowprop.app.compare.folder import to_json
     from rowprop.app.compare.run import compare as run_comparison
     from rowprop.app.compare.settings import Settings
-    from rowprop.app.terminal import show_comparison
 
     chosen: list[Any] = [data, data_dir and str(data_dir), train_rows, model, methods, keep, epochs, seconds, batch, lr]
     with prints_on_stderr():
@@ -180,7 +168,7 @@ def compare(
         if json:
             write_out(to_json(results) + "\n")
         else:
-            show(lambda console: show_comparison(console, results))
+            show(terminal.show_comparison, results)
         say(f"{out / 'results.json'} and {out / 'report.html'} are written.")
     if outcome.interrupted:
         said = f"Stopped with {outcome.finished_runs} of {outcome.planned_runs} runs finished; they are kept in {out}. "
@@ -220,17 +208,12 @@ def _load(
     return load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype, **options)
 
 
-def _print(model: str, found: Any, draw: Callable[[Console, str, Any], None], json: bool, **given: Any) -> None:
+def _print(model: str, found: Any, draw: Callable[..., None], json: bool, **given: Any) -> None:
     """Print the findings: for people, or as one JSON object that also holds the model and the ``given`` values."""
     if json:
         write_out(json_module.dumps({"model": model} | given | found.to_dict(), allow_nan=False) + "\n")
     else:
-        show(lambda console: draw(console, model, found))
-
-
-def _say_written(files: Sequence[Path]) -> None:
-    for path in files:
-        say(f"{path} is written.")
+        show(draw, model, found)
 
 
 @_command
@@ -246,7 +229,7 @@ def verify(
     with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype, tokens=unit == "token")
         result = run_verification(*subject, engine=engine, keep=keep, seed=seed, tick=tick, **options)
-    _print(model, result, show_verification, json)
+    _print(model, result, terminal.show_verification, json)
     if not result.agrees:
         raise typer.Exit(DISAGREES)
 
@@ -268,13 +251,13 @@ def flops(
         subject = _load(tick, model, input_shape, seed, device, dtype, needs_loss=False)
         counted = count_step(*subject, tick=tick, **options)
     has_loss = subject.losses_fn is not output_as_losses
-    _print(model, counted, show_flops, json, keep=keep, has_loss=has_loss)
+    _print(model, counted, terminal.show_flops, json, keep=keep, has_loss=has_loss)
     if not has_loss:
         say("The batch has no target, so no loss is counted: the backward starts at the model's output.")
     if out is not None:
         with ticking() as tick:
             by_rows = count_batches(*subject, counted, tick=tick, **options)
-        _say_written(write_flops(out, model, counted, by_rows))
+        write_flops(out, model, counted, by_rows)
 
 
 @_command
@@ -290,9 +273,9 @@ def profile(
         subject = _load(tick, model, input_shape, seed, device, dtype)
         found = run_profile(*subject, rounds=rounds, trace=trace, tick=tick)
     if trace is not None:
-        _say_written([trace])
+        say(f"{trace} is written.")
     where = environment_of(subject.model, subject.batch, found.num_rows)
-    _print(model, found, show_profile, json, environment=where)
+    _print(model, found, terminal.show_profile, json, environment=where)
 
 
 @_command
@@ -319,9 +302,9 @@ def plan(
         subject = _load(tick, model, input_shape, seed, device, dtype)
         result = make_plan(*subject, keep=keeps, tick=tick, **options)
     where = environment_of(subject.model, subject.batch, result.num_rows)
-    _print(model, result, show_plan, json, environment=where)
+    _print(model, result, terminal.show_plan, json, environment=where)
     if out is not None:
-        _say_written(write_plan(out, model, result, where))
+        write_plan(out, model, result, where)
 
 
 if __name__ == "__main__":

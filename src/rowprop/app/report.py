@@ -16,7 +16,7 @@ import rowprop
 from rowprop.app import page
 from rowprop.app.lookup import PAGE, require_all
 from rowprop.app.page import COLOURS, GREY, SOFT
-from rowprop.app.terminal import WAY_COLUMNS, uncounted_ops, way_row
+from rowprop.app.terminal import WAY_COLUMNS, say, uncounted_ops, way_row
 from rowprop.batch import take
 from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.measure import Tick, accelerators
@@ -59,22 +59,20 @@ def environment_of(model: nn.Module, batch: Any, num_rows: int) -> dict[str, Any
     return where | {"device": ", ".join(map(str, found)) or "cpu", "num_rows": num_rows}
 
 
-def write_plan(out: Path, model: str, plan: Plan, where: Mapping[str, Any]) -> list[Path]:
-    """Write a page with the cost of each way at each keep, for the model of this name; return the files, two of them.
+def write_plan(out: Path, model: str, plan: Plan, where: Mapping[str, Any]) -> None:
+    """Write a page with the cost of each way at each keep, for the model of this name.
 
     ``where`` is the :func:`environment_of` the costs, ``out`` a folder after :func:`open_folder`.
     """
-    figure = step_time(plan)
-    content = page.render(
-        "plan.html.j2", model=model, plan=plan, where=where, columns=WAY_COLUMNS, figure=figure,
+    _write(
+        out, "plan.html.j2", "step-time", step_time(plan), model=model, plan=plan, where=where, columns=WAY_COLUMNS,
         rows=[way_row(way, plan) for way in plan.ways],
         chosen=[place for place, way in enumerate(plan.ways) if way in plan.choices],
         has_lines=len({way.keep for way in plan.ways}) > 1,
     )  # fmt: skip
-    return _write(out, content, "step-time", figure)
 
 
-def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int, StepFlops]) -> list[Path]:
+def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int, StepFlops]) -> None:
     """As :func:`write_plan`: the ratio of backward to forward against the batch size, and the parts of a step."""
     parts = {
         "forward": counted.forward_flops,
@@ -85,22 +83,20 @@ def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int,
     }
     whole = max(1, sum(parts.values()))
     by_rows = {n: by_rows[n] for n in sorted(by_rows) if by_rows[n].forward_flops}
-    figure = ratio_against_batch(by_rows, counted.optimizer)
-    content = page.render(
-        "flops.html.j2", model=model, counted=counted, by_rows=by_rows, figure=figure,
+    _write(
+        out, "flops.html.j2", "ratio-batch", ratio_against_batch(by_rows, counted.optimizer), model=model,
+        counted=counted, by_rows=by_rows, uncounted=uncounted_ops(counted.uncounted),
         parts=[[name, f"{flops:,}", f"{100 * flops / whole:.1f} %"] for name, flops in parts.items() if flops],
         ratios=[[f"{n:,}", f"{of.ratio:.4f}", f"{of.ratio_with_update:.4f}"] for n, of in by_rows.items()],
-        uncounted=uncounted_ops(counted.uncounted),
         versions={"rowprop": rowprop.__version__, "torch": torch.__version__},
     )  # fmt: skip
-    return _write(out, content, "ratio-batch", figure)
 
 
-def _write(out: Path, content: str, name: str, figure: Figure) -> list[Path]:
-    files = {out / REPORT: content.encode(), out / f"{name}.png": page.png(figure)}
-    for path, written in files.items():
+def _write(out: Path, template: str, picture: str, figure: Figure, **content: Any) -> None:
+    text = page.render(template, figure=figure, **content)
+    for path, written in {out / REPORT: text.encode(), out / f"{picture}.png": page.png(figure)}.items():
         write_whole(path, written)
-    return list(files)
+        say(f"{path} is written.")
 
 
 def count_batches(
@@ -138,11 +134,9 @@ def step_time(plan: Plan) -> Figure:
     break_even = plan.break_even_keep
     if 0 < break_even < 0.995:
         axes.axvline(break_even, color=GREY, linestyle=(0, (2, 2)), linewidth=1.2)
+        words, place = f" break-even at {break_even:.2f} ", (break_even, 0.03)
         side = "right" if break_even > 0.5 else "left"
-        axes.annotate(
-            f" break-even at {break_even:.2f} ", (break_even, 0.03), xycoords=("data", "axes fraction"), ha=side,
-            color=SOFT,
-        )  # fmt: skip
+        axes.annotate(words, place, xycoords=("data", "axes fraction"), ha=side, color=SOFT)
     axes.set_xlim(0, 1.02)
     axes.set_ylim(bottom=0)
     page.legend(figure)

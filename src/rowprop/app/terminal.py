@@ -36,12 +36,12 @@ WAY_COLUMNS = (
 )  # fmt: skip
 
 
-def show(draw: Callable[[Console], None]) -> None:
-    """Print on stdout by ``draw``. Text is never markup: a user's module may be called ``[red]``."""
+def show(draw: Callable[..., None], *content: Any) -> None:
+    """Print ``content`` on stdout by ``draw``. Text is never markup: a user's module may be called ``[red]``."""
     wide = sys.stdout is not None and sys.stdout.isatty()
     console = Console(width=None if wide else PIPE_COLUMNS, markup=False, highlight=False, emoji=False)
     with console.capture() as drawn:
-        draw(console)
+        draw(console, *content)
     write_out(drawn.get())
 
 
