@@ -241,7 +241,7 @@ def flops(
 ) -> None:  # fmt: skip
     """Count forward, backward to inputs, backward to weights and update, by module and by op."""
     from rowprop.app.model import output_as_losses
-    from rowprop.app.report import count_batches, open_folder, write_flops
+    from rowprop.app.page import count_batches, open_folder, write_flops
     from rowprop.cost.count import count_step
 
     options: dict[str, Any] = {"keep": keep, "optimizer": optimizer}
@@ -266,7 +266,7 @@ def profile(
     device: Device = None, dtype: DType = None, json: AsJson = False,
 ) -> None:  # fmt: skip
     """Find slow ops: times by op and by module, and findings where an op is slower than it should be."""
-    from rowprop.app.report import environment_of
+    from rowprop.app.page import environment_of
     from rowprop.cost.profile import profile as run_profile
 
     with ticking() as tick:
@@ -285,7 +285,7 @@ def plan(
     seed: Seed = 0, device: Device = None, dtype: DType = None, out: Out = None, json: AsJson = False,
 ) -> None:  # fmt: skip
     """Measure what each engine costs on your own model, beside the limit, and say which one pays at which keep."""
-    from rowprop.app.report import environment_of, open_folder, write_plan
+    from rowprop.app.page import environment_of, open_folder, write_plan
     from rowprop.cost.planning import plan as make_plan
 
     options: dict[str, Any] = {
