@@ -19,7 +19,7 @@ recipes cost oracle rowprop integrations app
 """A module imports modules of its own room and of rooms that stand before it. ``rowprop`` is the front door, the
 package's ``__init__``. ARCHITECTURE.md draws them."""
 
-PROBED = ["selection", "scoring", "step", "distributed", "recipes", "history", "engines", "app.compare.methods"]
+PROBED = ["selection", "scoring", "step", "distributed", "recipes", "history", "engines", "app.compare.settings"]
 """Where parts that a user wrote come in: selectors, scorers, engines, histories."""
 
 PROBES = {  # where an expression looks for an attribute: whose object it looks at, and why no class answers instead

@@ -1,7 +1,4 @@
-"""The command line: exit codes, options, and tables.
-
-Exit codes are those of the help, and 1 if typer or rich is missing. Each failure is one sentence on stderr.
-"""
+"""The command line. Exit codes are the help's, and 1 without typer or rich; a failure is one sentence on stderr."""
 
 from __future__ import annotations
 
@@ -64,7 +61,6 @@ def _leaving(*, debug: bool) -> Generator[None]:
 
 
 def _sentence(error: BaseException) -> tuple[str, int]:
-    """The sentence of an error, and its exit code."""
     if isinstance(error, RowpropError):
         place = place_of(error)  # where the user's code called rowprop, if it did
         return (str(error) if place is None else f"{error} ({place})"), REFUSED

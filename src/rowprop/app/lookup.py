@@ -20,11 +20,7 @@ COMPARE = PAGE | {"PIL.Image": "pillow"}
 
 
 def require(module: str, package: str, purpose: str, line: str | None = None) -> Any:
-    """Import an optional module, or name the ``line`` of pip that installs it, by default that of the package alone.
-
-    Raises:
-        MissingExtra: The module is not installed, or is installed and does not import.
-    """
+    """Import an optional module, or raise MissingExtra with pip's ``line`` for it, by default the package alone."""
     try:
         return importlib.import_module(module)
     except Exception as error:  # a build for another version may raise any error
@@ -54,9 +50,7 @@ def _release(package: str) -> str:
 def load_object(spec: str, what: str) -> Any:
     """The callable that ``module:name`` or ``path/to/file.py:name`` names; the working directory is importable.
 
-    Raises:
-        InvalidInput: The text, ``what`` in the sentence, has another form; the module does not import, or ends the
-            process meanwhile; or it has no such callable.
+    Refused are another form of the text, ``what`` in the sentence, and a module that does not import or has none such.
     """
     home, colon, path = spec.rpartition(":")
     if not (colon and home and path):

@@ -76,7 +76,6 @@ def zero_gradients(oracle: Ran) -> list[str]:
 
 
 def _check_oracle(oracle: Ran) -> None:
-    """Refuse an oracle with which nothing can be compared."""
     if oracle.changed:
         raise InvalidInput(
             f"The backward itself changed {oracle.changed[0]} (an optimizer inside a hook?) but verify needs one that "
@@ -124,7 +123,6 @@ def cosine(oracle: Ran, found: Ran) -> float:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """As a dense tensor in at least float32."""
     tensor = tensor.detach()
     tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

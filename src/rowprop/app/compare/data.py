@@ -104,11 +104,9 @@ class Dataset:
 def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = None, unit: Unit = "row") -> Dataset:
     """Load ``digits``, ``fashion-mnist``, ``wordnet`` or the data of ``module:callable``.
 
-    Args:
-        name: The data. A callable returns ``(train_x, train_y, test_x, test_y)`` and, if it likes, the class names.
-        data_dir: Folder with the files of ``fashion-mnist`` or ``wordnet``. Default None: the usual one.
-        train_rows: How many, after a shuffle that is always the same. Default None: all; of tokens, TRAIN_ROWS.
-        unit: ``"token"`` to predict the next token, of ``wordnet`` alone. Default ``"row"``: rows with classes.
+    A callable returns ``(train_x, train_y, test_x, test_y)`` and, if it likes, the class names. ``data_dir`` holds the
+    files of ``fashion-mnist`` or ``wordnet``, None for the usual folder. Of a shuffle that is always the same the first
+    ``train_rows`` are used, by default all; of tokens, TRAIN_ROWS. The unit ``"token"`` is for ``wordnet`` alone.
 
     Raises:
         InvalidInput: The name is unknown or no text, a file is missing or corrupt, or shapes disagree.
@@ -271,7 +269,6 @@ def _check_dense(what: str, values: Tensor) -> None:
 
 
 def _check(data: Dataset) -> None:
-    """Refuse rows and classes that do not belong together."""
     for part, x, y in (("training", data.train_x, data.train_y), ("test", data.test_x, data.test_y)):
         if y.dim() != 1 or x.dim() < 2 or len(x) != len(y) or len(y) == 0:
             shapes = f"have shape {tuple(x.shape)} and their classes {tuple(y.shape)}"
@@ -302,11 +299,8 @@ def reading(path: Path, needed: str) -> Generator[None]:
 def read_glosses(folder: Path) -> tuple[list[str], list[int]]:
     """Each synset's gloss, untrusted text, and its class, a place in WORDNET_CLASSES; as the files and lines have them.
 
-    Raises:
-        InvalidInput: A file is missing, is not UTF-8, or a line of it is no synset.
-
-    References:
-        wndb(5WN) for the files' format; Miller, "WordNet: A Lexical Database for English", 1995.
+    A file that is missing, is not UTF-8, or has a line that is no synset is refused. wndb(5WN) has the files' format;
+    Miller, "WordNet: A Lexical Database for English", 1995.
     """
     glosses: list[str] = []
     classes: list[int] = []

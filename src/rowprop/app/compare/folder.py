@@ -1,8 +1,7 @@
-"""The output folder: finished runs are kept in it one by one, so that a comparison can be stopped and resumed.
+"""The output folder, in which finished runs are kept one by one, so that a comparison can be stopped and resumed.
 
-``settings.json`` marks the folder as a comparison's. A folder without it, but with another file by a name of OWN, is
-someone else's and stays as it is. Earlier runs are set aside in ``earlier-1``, ..., each a comparison's folder of its
-own, and never removed.
+``settings.json`` marks it as a comparison's. A folder without it, but with another file by a name of OWN, is someone
+else's and stays as it is. Earlier runs are set aside in ``earlier-1``, ..., a comparison's folder each, never removed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def to_json(content: Any, *, indent: int | None = None) -> str:
 
 
 def _digest(content: Any) -> str:
-    """A sha256 over a value of JSON."""
     return hashlib.sha256(to_json(content).encode()).hexdigest()
 
 
@@ -55,11 +53,9 @@ class Folder:
     def opened(self, *, resume: bool, fresh: bool) -> Generator[dict[tuple[str, int], Run]]:
         """Have the folder to oneself inside the block, ready for runs; all checks come before the first write.
 
-        With ``resume`` the runs that are there are yielded, by label and seed; ``fresh`` moves them to ``set_aside``.
-
-        Raises:
-            InvalidInput: The folder cannot be written to, is not a comparison's, is being written by another process,
-                holds runs and neither ``resume`` nor ``fresh`` was given, or runs that do not fit or are damaged.
+        With ``resume`` the runs that are there are yielded, by label and seed; ``fresh`` moves them to ``set_aside``. A
+        folder is refused that cannot be written to, is not a comparison's, is being written by another process, holds
+        runs and neither ``resume`` nor ``fresh`` was given, or runs that do not fit or are damaged.
         """
         self._admit(resume=resume, fresh=fresh)  # before the lock: a folder of someone else gets none
         lock = FileLock(self.path / LOCK, blocking=False)  # the system frees it when the process ends
@@ -120,7 +116,6 @@ class Folder:
         return {}
 
     def _settings(self, there: list[str]) -> Json:
-        """The settings that the folder's mark holds; a folder without it is refused."""
         path = self.path / SETTINGS
         if SETTINGS not in there:
             made = f"no {SETTINGS} says that rowprop compare made {'it' if len(there) == 1 else 'them'}"
@@ -137,7 +132,6 @@ class Folder:
         return content["settings"]
 
     def _read_run(self, path: Path) -> Run:
-        """A kept run, or why its file cannot be used."""
         try:
             content = _read_json(path)
             if content.pop("sha256", None) != _digest(content):
@@ -154,10 +148,7 @@ class Folder:
         return run
 
     def _set_aside(self) -> Path | None:
-        """Move runs and results into a folder of their own; return it, or None if there is nothing to move.
-
-        The settings are copied first and replaced last: a crash in between leaves two comparisons' folders.
-        """
+        """Move runs and results into a folder of their own; return it, or None if there is nothing to move."""
         moving = [name for name in (RUNS, RESULTS, REPORT) if os.path.lexists(self.path / name)]
         runs = self.path / RUNS
         if runs.is_dir() and not any(runs.iterdir()):
@@ -167,6 +158,7 @@ class Folder:
         numbered = (self.path / f"earlier-{number}" for number in itertools.count(1))
         aside = next(path for path in numbered if not os.path.lexists(path))
         aside.mkdir()
+        # The settings are copied first and replaced last: a crash in between leaves two comparisons' folders.
         write_whole(aside / SETTINGS, (self.path / SETTINGS).read_bytes())
         for name in moving:
             (self.path / name).rename(aside / name)

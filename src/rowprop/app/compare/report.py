@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import CUT, METHODS
 from rowprop.app.compare.results import PHASES, task_of, with_spread
+from rowprop.app.compare.settings import CUT, METHODS
 from rowprop.app.page import GREY, drawing, legend, named, new_figure, render
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import CUT, PRUNED, THINNED, Method
-from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.settings import CUT, PRUNED, THINNED, Method, Settings
 from rowprop.app.page import render
 from rowprop.engines import Unit
 
@@ -176,15 +175,11 @@ def _summarise_method(method: Method, mine: Sequence[Run], full_s: dict[int, flo
 
 
 def verdict(methods: Sequence[Json], *, seconds: float | None, task: Task = TASKS["row"]) -> str:
-    """Judge the methods against ``random`` and against ``full``, as far as the seeds allow, and name the missing parts.
+    """Judge the methods against ``random`` and ``full``, as far as the seeds allow, by the figure of ``task``.
 
     A difference of the figure counts if it is larger than the spread of both sides together (the root of the sum of
-    their squares). The best method is always named. Fewer than three seeds get no judgement, only their means.
-
-    Args:
-        methods: The entries ``methods`` of ``results.json``.
-        seconds: The budget; None if it was epochs.
-        task: Says which figure is judged.
+    their squares). The best method is always named, and what is missing. Fewer than three seeds get no judgement, only
+    their means. ``methods`` are those of ``results.json``; ``seconds`` is the budget, None if it was epochs.
     """
     full = next((method for method in methods if method["name"] == "full"), None)
     others = [method for method in methods if method["name"] != "full"]
@@ -221,7 +216,6 @@ class _Judge:
         return self.worth(method) - self.worth(other)
 
     def is_better(self, method: Json, other: Json) -> bool:
-        """Whether a method is better by more than the spread of both."""
         return self.gain(method, other) > math.hypot(*(each[self.task.figure]["spread"] for each in (method, other)))
 
     def means(self, others: Sequence[Json]) -> list[Json]:

@@ -39,16 +39,11 @@ class Outcome:
 
 
 def compare(settings: Settings, out: Path, *, resume: bool = False, fresh: bool = False) -> Outcome:
-    """Train the methods side by side and write ``results.json`` and ``report.html`` into ``out``.
+    """Train the methods side by side and write ``results.json`` and ``report.html`` into ``out``, made where missing.
 
     Seeds are the outer loop, so that a slow hour of the machine hits all methods; the first method is another one for
-    each seed. Each run is kept in ``out/runs`` once it is finished.
-
-    Args:
-        settings: The comparison's settings.
-        out: Folder for results; made if it is missing. All checks come before the first write.
-        resume: Go on with the runs that are kept in ``out``; start if there are none.
-        fresh: Set the comparison in ``out`` aside, as ``out/earlier-1``, and start over.
+    each seed. Each run is kept in ``out/runs`` once it is finished: ``resume`` goes on with those, and starts if there
+    are none; ``fresh`` sets the comparison in ``out`` aside, as ``out/earlier-1``. Checks come before the first write.
 
     Raises:
         InvalidInput: Data, model, methods, device, settings or folder cannot be used; the sentence says why.

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 from rowprop import thin
 from rowprop.app.compare.data import PADDING, Dataset
-from rowprop.app.compare.methods import CUT, FULL, Method
 from rowprop.app.compare.models import build_model
 from rowprop.app.compare.results import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
-from rowprop.app.compare.settings import ADAMW, Settings
+from rowprop.app.compare.settings import ADAMW, CUT, FULL, Method, Settings
 from rowprop.engines import Sliced, Unit
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
@@ -333,7 +332,6 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
 
 
 def _model_for(settings: Settings, data: Dataset) -> nn.Module:
-    """Build the model to train, from torch's own random state."""
     model = build_model(settings.model, len(data.class_names), data.num_inputs)
     return model.to(data.train_x.device).train()
 
