@@ -31,11 +31,10 @@ from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data, read_idx
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import gallery, line_styles, picture, render_report
-from rowprop.app.compare.results import PHASES, Run, most_chosen, verdict
+from rowprop.app.compare.results import PHASES, Run, most_chosen, show_comparison, verdict
 from rowprop.app.compare.run import Outcome, compare
 from rowprop.app.compare.settings import METHODS, Settings, parse_methods
 from rowprop.app.compare.train import hardest_share, learning_rate, train
-from rowprop.app.terminal import show_comparison
 from rowprop.errors import InvalidInput, MissingExtra
 
 TINY = {"data": "compare_cases:tiny", "model": "compare_cases:net", "batch_rows": 20, "epochs": 3}

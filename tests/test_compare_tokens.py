@@ -21,11 +21,10 @@ from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.models import GPT
-from rowprop.app.compare.results import TASKS, Run, verdict
+from rowprop.app.compare.results import TASKS, Run, show_comparison, verdict
 from rowprop.app.compare.run import Outcome, compare
 from rowprop.app.compare.settings import Method, Settings
 from rowprop.app.compare.train import learning_rate, train
-from rowprop.app.terminal import show_comparison
 from rowprop.errors import InvalidInput
 
 BATCH, EPOCHS = 8, 2

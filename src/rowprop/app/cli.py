@@ -149,6 +149,7 @@ def compare(
 
     require_all(COMPARE | ({"sklearn.datasets": "scikit-learn"} if data == "digits" else {}), "rowprop compare")
     from rowprop.app.compare.folder import to_json
+    from rowprop.app.compare.results import show_comparison
     from rowprop.app.compare.run import compare as run_comparison
     from rowprop.app.compare.settings import Settings
 
@@ -164,7 +165,7 @@ def compare(
         if json:
             write_out(to_json(results) + "\n")
         else:
-            show(terminal.show_comparison, results)
+            show(show_comparison, results)
         say(f"{out / 'results.json'} and {out / 'report.html'} are written.")
     if outcome.interrupted:
         said = f"Stopped with {outcome.finished_runs} of {outcome.planned_runs} runs finished; they are kept in {out}. "

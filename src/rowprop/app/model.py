@@ -79,10 +79,8 @@ def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
     """The losses of a batch ``(*inputs, target)``, shape ``(N,)`` or ``(N, ...)``.
 
     A target of whole numbers is taken as classes: cross entropy of an output ``(N, C)`` or ``(N, C, ...)``, found by
-    :func:`rowprop.scoring.logits_of`. A floating target of the output's shape gives the squared difference.
-
-    Raises:
-        InvalidInput: The batch or the output fits neither.
+    :func:`rowprop.scoring.logits_of`. A floating target of the output's shape gives the squared difference. What fits
+    neither is refused.
     """
     remedy = "return (model, batch, losses_fn) to bring your own losses."
     if not isinstance(batch, (tuple, list)) or len(cast("list[Any]", batch)) < 2:
@@ -126,10 +124,8 @@ def make_model(spec: str) -> tuple[nn.Module, Any, LossesFn | None]:
     """Build what ``spec`` names: a model, its batch and losses, or None for these.
 
     It is ``torchvision/NAME``, or ``module:callable`` or ``path/to/file.py:callable`` (the working directory is
-    importable), called without arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``.
-
-    Raises:
-        InvalidInput: The spec names nothing, or its callable fails or returns something else.
+    importable), called without arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``. Else
+    it is refused.
     """
     library, _, name = spec.partition("/")
     if library == "torchvision" and ":" not in spec:

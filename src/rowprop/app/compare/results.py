@@ -10,10 +10,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from rowprop.app.compare.data import Dataset
 from rowprop.app.compare.settings import CUT, PRUNED, THINNED, Method, Settings
 from rowprop.app.page import render
+from rowprop.app.terminal import new_table
 from rowprop.engines import Unit
 
 PHASES: tuple[str, ...] = ("data", "score", "forward", "select", "backward", "optimizer")
@@ -307,3 +309,22 @@ def most_chosen(runs: Sequence[Run], data: Dataset) -> list[Json]:
             "chosen": int(chosen[row]), "offered": int(offered[row]), "loss": round(float(losses[row]), 4),
         })  # fmt: skip
     return gallery
+
+
+def show_comparison(console: Console, results: Json) -> None:
+    """Print the methods' table, where the time went, and the verdict."""
+    methods: list[Json] = results["methods"]
+    task = task_of(results)
+    columns = ("method", "engine", task.title, "training, s", "x full", f"{task.unit}s seen", "kept of seen")
+    rows = [
+        (
+            method["label"], method["engine"], task.over_seeds(method), with_spread(method["train_s"], 1, 1),
+            with_spread(method["ratio_to_full"], 1, 2) if method["ratio_to_full"] else "-",
+            f"{method['rows_seen']:,.0f}", f"{100 * method['rows_backpropagated'] / method['rows_seen']:.0f} %",
+        )
+        for method in methods
+    ]  # fmt: skip
+    console.print(new_table("Methods side by side", columns, rows, words=2))
+    times = [(method["label"], *(f"{method['phases_s'][phase]:.2f}" for phase in PHASES)) for method in methods]
+    console.print(new_table("Where the time went, seconds per run", ("method", *PHASES), times))
+    console.print(results["verdict"], markup=False, highlight=False)
