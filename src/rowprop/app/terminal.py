@@ -46,12 +46,7 @@ def show(draw: Callable[..., None], *content: Any) -> None:
 
 
 def write_out(text: str) -> None:
-    """Write on stdout.
-
-    Raises:
-        InvalidInput: Standard output is closed, or the disk behind it is full.
-        BrokenPipeError: Nobody reads standard output any more.
-    """
+    """Write on stdout; InvalidInput if it is closed or its disk is full, BrokenPipeError if nobody reads any more."""
     if sys.stdout is None:
         raise InvalidInput("standard output is closed, so the result is not shown.")
     encoding = sys.stdout.encoding or "utf-8"
@@ -217,9 +212,7 @@ def show_verification(console: Console, model: str, result: Verification) -> Non
 
 def show_flops(console: Console, model: str, counted: StepFlops) -> None:
     """Print the FLOPs of a step by module and by op, and its ratios."""
-    headings = {
-        "forward": "forward", "backward_input": "backward, inputs", "backward_weight": "backward, weights",
-    }  # fmt: skip
+    headings = {"forward": "forward", "backward_input": "backward, inputs", "backward_weight": "backward, weights"}
     if counted.backward_recomputed_flops:
         headings["backward_recomputed"] = "backward, recomputed"
 

@@ -42,8 +42,23 @@ class Yardstick:
 
     @classmethod
     def measured(cls, oracle: Ran, again: Ran, tolerance: float) -> Yardstick:
-        """Measure the oracle's rounding errors on two runs of it that round differently."""
-        _check_oracle(oracle)
+        """Measure the oracle's rounding errors on two runs of it that round differently, if it can be compared with."""
+        if oracle.changed:
+            raise InvalidInput(
+                f"The backward itself changed {oracle.changed[0]} (an optimizer inside a hook?) but verify needs one "
+                "that only computes gradients; remove such hooks first. The old values were put back."
+            )
+        grads = {name: grad for name, grad in oracle.grads.items() if grad is not None}
+        if len(zero_gradients(oracle)) == len(grads):
+            raise InvalidInput(
+                "No parameter gets a gradient other than zero from the kept rows, so there is nothing to compare; "
+                "check that losses_fn runs this model and that its parameters require gradients."
+            )
+        for name, grad in grads.items():
+            if not bool(_wide(grad).isfinite().all()):
+                raise InvalidInput(
+                    f"The plain gradient of {name} is not finite; check the batch and the losses' scale."
+                )
         errors = cls(tolerance, {}).compare("", oracle, again).errors
         worst = max(errors, key=lambda entry: entry.error)
         if worst.error > math.sqrt(tolerance):
@@ -75,25 +90,7 @@ def zero_gradients(oracle: Ran) -> list[str]:
     return [name for name, grad in oracle.grads.items() if grad is not None and not bool(_wide(grad).any())]
 
 
-def _check_oracle(oracle: Ran) -> None:
-    if oracle.changed:
-        raise InvalidInput(
-            f"The backward itself changed {oracle.changed[0]} (an optimizer inside a hook?) but verify needs one that "
-            "only computes gradients; remove such hooks first. The old values were put back."
-        )
-    grads = {name: grad for name, grad in oracle.grads.items() if grad is not None}
-    if len(zero_gradients(oracle)) == len(grads):
-        raise InvalidInput(
-            "No parameter gets a gradient other than zero from the kept rows, so there is nothing to compare; check "
-            "that losses_fn runs this model and that its parameters require gradients."
-        )
-    for name, grad in grads.items():
-        if not bool(_wide(grad).isfinite().all()):
-            raise InvalidInput(f"The plain gradient of {name} is not finite; check the batch and the losses' scale.")
-
-
 def _error(grad: Tensor | None, other: Tensor | None, scale: float) -> tuple[float, str | None]:
-    """The relative error, or infinity and the problem."""
     if grad is None:
         return math.inf, "a gradient, where the oracle has none"
     if other is None:
@@ -156,10 +153,9 @@ def judge(
 def _judge_cut(
     bench: Bench, yardstick: Yardstick, engine: Sliced, oracle: Ran, found: Ran, first: Comparison
 ) -> Judgement:
-    """Say whether the approximation of ``attention="cut"`` is the only difference.
+    """Say whether ``attention="cut"`` is the only difference: the oracle runs again with keys and values detached.
 
-    The oracle runs again with keys and values detached, which it cannot do to attention that a model writes as matrix
-    products: then the other rules are compared alone, under ``attention="exact"``.
+    It cannot do so to attention that a model writes as matrix products: then the other rules are compared alone.
     """
     selected = oracle.record.selection
     kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
@@ -183,10 +179,10 @@ def _judge_cut(
 
 
 def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparison) -> Judgement:
-    """Say whether the approximation of ``batchnorm="rows"`` is the only difference.
+    """Say whether ``batchnorm="rows"`` is the only difference, by two comparisons without it.
 
-    Without it are two comparisons: with BatchNorm's statistics held constant, where everything upstream stays sliced
-    and every other rule is exercised; and under ``batchnorm="exact"``, the model's own gradient.
+    With BatchNorm's statistics held constant everything upstream stays sliced, and every other rule is exercised; under
+    ``batchnorm="exact"`` the gradient is the model's own.
     """
     constant = bench.run(Masked(), backward=lambda _: ConstantStatistics())
     if constant.seen.calls:
@@ -230,7 +226,6 @@ class Detached:
     def __init__(self, kept: Tensor) -> None:
         self.kept = kept
         self.calls = 0
-        self._replaced = F.scaled_dot_product_attention
 
     def __enter__(self) -> Detached:
         self._replaced = F.scaled_dot_product_attention  # the user's own, where it is patched

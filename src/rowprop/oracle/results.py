@@ -16,21 +16,15 @@ Status = Literal["exact", "by design", "disagrees"]
 class ParameterError:
     """How far one parameter's gradient is from the oracle's.
 
-    Attributes:
-        name: As in ``model.named_parameters()``.
-        error: Largest absolute difference over ``scale``; infinity where the two cannot be compared.
-        scale: The largest absolute entry of the oracle's gradient, at least 1e-2 of the largest of all its gradients:
-            one of rounding errors alone (the bias of attention's keys) has no own size.
-        allowed: The largest error with which it agrees: the tolerance, at least ten times the oracle's own rounding
-            error, which is large where a gradient's terms cancel (a bias before BatchNorm).
-        problem: Why the two cannot be compared (one is missing or not finite), else None.
+    One of rounding errors alone (the bias of attention's keys) has no own size, so ``scale`` has a floor. Rounding is
+    large where a gradient's terms cancel (a bias before BatchNorm), so more of it is ``allowed``.
     """
 
-    name: str
-    error: float
-    scale: float
-    allowed: float
-    problem: str | None = None
+    name: str  # as in ``model.named_parameters()``
+    error: float  # largest absolute difference over ``scale``; infinity where the two cannot be compared
+    scale: float  # the oracle's largest absolute entry, at least 1e-2 of the largest entry of all its gradients
+    allowed: float  # the tolerance, at least ten times the oracle's own rounding error
+    problem: str | None = None  # why the two cannot be compared (one is missing or not finite), else None
 
     @property
     def agrees(self) -> bool:
@@ -40,15 +34,10 @@ class ParameterError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One engine's gradients beside the oracle's, under the same conditions.
+    """One engine's gradients beside the oracle's, under the same conditions."""
 
-    Attributes:
-        conditions: The conditions of both, e.g. ``"as it is"``.
-        errors: One entry per parameter with a gradient in either; those that disagree first, then the largest error.
-    """
-
-    conditions: str
-    errors: list[ParameterError]
+    conditions: str  # e.g. "as it is"
+    errors: list[ParameterError]  # with a gradient in either; those that disagree first, then the largest error
 
     @property
     def agrees(self) -> bool:
@@ -166,7 +155,6 @@ class Verification:
         return f"{self.num_kept} of {self.num_rows} {self.unit}s for {ratio}{''.join(densified)}"
 
     def _wrong(self, allowed: str) -> Iterator[str]:
-        """What disagrees: gradients, and the state that is left."""
         off = next((c for c in self.comparisons[1:] if not c.agrees), self.comparisons[0])
         if not off.agrees:
             wrong = sum(not entry.agrees for entry in off.errors)

@@ -84,7 +84,7 @@ def over_seeds(results: Json, label: str, key: str) -> list[list[float]]:
 
 @drawing()
 def curves(results: Json, styles: dict[str, Json], x_key: str, x_title: str) -> Figure:
-    """Draw one line per method, means over its seeds in both directions, on a band from their lowest to their highest.
+    """Draw each method's means over its seeds on a band from their lowest to their highest.
 
     A line ends at the table's means. In time, a thin line through its end reaches from the fastest seed to the slowest.
     """
@@ -137,10 +137,7 @@ def phase_bars(results: Json) -> Figure:
 
 
 def loss_shares(results: Json) -> Json:
-    """A method, its losses in its first seed, and in how many percent of the rows they lie at the end.
-
-    The method is ``full`` if it was compared, because it does not act on the losses.
-    """
+    """Where the losses of ``full``, which does not act on them, or else of the first method lie in its first seed."""
     methods: list[Json] = results["methods"]
     label = next((method for method in methods if method["name"] == "full"), methods[0])["label"]
     shares: list[Json] = next(run for run in results["runs"] if run["label"] == label)["loss_shares"]

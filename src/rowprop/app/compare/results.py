@@ -287,10 +287,7 @@ def control_of(method: Json, methods: Sequence[Json]) -> Json | None:
 
 
 def most_chosen(runs: Sequence[Run], data: Dataset) -> list[Json]:
-    """The training rows that loss-led methods chose most often, all runs together, then by their final loss.
-
-    Rows that no step could have chosen are left out. ``row`` is the row's place in the data as it came.
-    """
+    """The training rows that loss-led methods could and did choose most often, then by their final loss."""
     counted = [run for run in runs if run.chosen]
     if not counted:
         return []
