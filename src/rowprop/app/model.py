@@ -51,10 +51,16 @@ def load_model(
         InvalidInput: The spec names nothing, its callable fails or returns something else, or an option does not fit.
         MissingExtra: torchvision is not installed.
     """
-    kind = _dtype(dtype)
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise InvalidInput(f"dtype {dtype!r} is unknown; use float32, float64, bfloat16 or float16.")
     if device is not None:
         checked_device("load_model", device)
-    shape = None if input_shape is None else _shape(input_shape)
+    sizes = () if input_shape is None else input_shape.split("x")
+    shape = [int(size) if size.isdecimal() else 0 for size in sizes]
+    if 0 in shape:
+        needed = "64x3x32x32: sizes of 1 or more, the rows first."
+        raise InvalidInput(f"input shape {input_shape!r} is not of the form {needed}")
     torch.manual_seed(seed)
     model, batch, losses_fn = make_model(spec)
     model = model.to(device=device, dtype=kind)
@@ -146,8 +152,8 @@ def make_model(spec: str) -> tuple[nn.Module, Any, LossesFn | None]:
     return parts[0], parts[1], parts[2]
 
 
-def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    if shape is None:
+def _random_batch(spec: str, model: nn.Module, shape: list[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    if not shape:
         remedy = "return (model, batch) or give the shape of a random one, e.g. --input-shape 64x3x32x32."
         raise InvalidInput(f"model {spec!r} comes without a batch; {remedy}")
     with foreign(f"a random batch of shape {tuple(shape)} could not be made"):
@@ -160,19 +166,3 @@ def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Te
     if output.ndim == 2 and output.shape[1] > 1:
         return inputs, torch.randint(output.shape[1], (shape[0],), device=output.device)
     return inputs, torch.randn_like(output)
-
-
-def _shape(text: str) -> list[int]:
-    sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
-    if 0 in sizes:
-        raise InvalidInput(f"input shape {text!r} is not of the form 64x3x32x32: sizes of 1 or more, the rows first.")
-    return sizes
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    found = getattr(torch, name, None)
-    if not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise InvalidInput(f"dtype {name!r} is unknown; use float32, float64, bfloat16 or float16.")
-    return found
