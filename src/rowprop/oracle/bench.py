@@ -107,7 +107,8 @@ class Bench:
                 remedy = "give a larger batch or a smaller keep."
                 raise InvalidInput(f"verify would keep all {record.num_rows} rows of the batch, {why}; {remedy}")
             check_graph(loss)
-            dtype = _coarsest_dtype(loss)
+            dtypes = {entry.dtype.to_real() for node in graph(loss.grad_fn) for entry in node._input_metadata}
+            dtype = max((kind for kind in dtypes if kind.is_floating_point), key=lambda kind: torch.finfo(kind).eps)
             with backward(loss) if backward else nullcontext() as seen:
                 cast(Any, loss * scale if scale != 1 else loss).backward()
             rng = rng_states(self.devices)
@@ -123,8 +124,3 @@ class Bench:
         # Autocast remembers low-precision copies of the weights together with the graph of this step.
         torch.clear_autocast_cache()
         return ran
-
-
-def _coarsest_dtype(loss: Tensor) -> torch.dtype:
-    seen = {entry.dtype.to_real() for node in graph(loss.grad_fn) for entry in node._input_metadata}
-    return max((dtype for dtype in seen if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)

@@ -108,7 +108,11 @@ def verify(
     checked = Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
     bench = Bench(model, batch, losses_fn, _selector(keep, rows, seed), unit, tick)
     oracle = bench.run(Masked())
-    blocking = _zero_parameters(model) if zero_gradients(oracle) else {}
+    blocking: dict[str, Tensor] = {}
+    if zero_gradients(oracle):  # all parameters that are zero, and plain tensors, so that they can be drawn
+        plain = {name: p.detach() for name, p in model.named_parameters() if type(p) is nn.Parameter}
+        dense = {name: p for name, p in plain.items() if p.layout == torch.strided and p.numel()}
+        blocking = {name: p for name, p in dense.items() if not bool(p.any())}
     with _drawn(list(blocking.values())):
         if blocking:
             oracle = bench.run(Masked())
@@ -158,12 +162,6 @@ def _selector(keep: float, rows: Tensor | None, seed: int) -> Selector:
         return mean_of(kept.to(scores.device), scores)
 
     return select
-
-
-def _zero_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are zero in every entry, and plain tensors, so that they can be drawn."""
-    parameters = {name: p.detach() for name, p in model.named_parameters() if type(p) is nn.Parameter}
-    return {name: p for name, p in parameters.items() if p.layout == torch.strided and p.numel() and not bool(p.any())}
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
-from rowprop.app.compare.results import Run
+from rowprop.app.compare.results import Json, Run
 from rowprop.errors import InvalidInput
 from rowprop.files import reason, write_whole
 
@@ -28,8 +28,6 @@ FORMAT = "rowprop compare 1"
 SETTINGS, RUNS, RESULTS, REPORT = OWN = ("settings.json", "runs", "results.json", "report.html")
 LOCK = ".rowprop-compare.lock"
 ELSEWHERE = "choose another folder with --out"
-
-Json = dict[str, Any]
 
 
 def to_json(content: Any, *, indent: int | None = None) -> str:

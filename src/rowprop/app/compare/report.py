@@ -9,20 +9,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.results import PHASES, task_of, with_spread
+from rowprop.app.compare.results import PHASES, Json, task_of, with_spread
 from rowprop.app.compare.settings import CUT, METHODS
 from rowprop.app.page import GREY, drawing, legend, named, new_figure, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Json = dict[str, Any]
 
 NAMES = [*METHODS["row"], "rho1"]
 PALETTE = (

@@ -6,7 +6,6 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import render_report
-from rowprop.app.compare.results import TASKS, Run, summarise
+from rowprop.app.compare.results import TASKS, Json, Run, summarise
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.train import check_methods, train
 from rowprop.app.lookup import COMPARE, require_all
@@ -28,7 +27,7 @@ from rowprop.errors import InvalidInput
 class Outcome:
     """The content of ``results.json``, None if Ctrl-C came before it was written, and how many runs there are."""
 
-    results: dict[str, Any] | None
+    results: Json | None
     finished_runs: int
     planned_runs: int
 
