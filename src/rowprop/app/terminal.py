@@ -101,10 +101,7 @@ def prints_on_stderr() -> Generator[None]:
 
 
 def new_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> Table:
-    """A table whose cells are text, never markup; the last cells of a row may be left out.
-
-    The first columns, ``words`` of them, wrap in a table that is too wide; the others hold numbers, which stay whole.
-    """
+    """A table of text, never markup, whose rows may end early; ``words`` columns wrap if it is too wide, no numbers do."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for place, name in enumerate(columns):
         if place < words:
@@ -118,10 +115,9 @@ def new_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
 
 @contextmanager
 def ticking() -> Generator[Tick]:
-    """Lead the block's prints to stderr, and show there how far its work is.
+    """Lead the block's prints to stderr, and show there how far its work is: a bar in a terminal, else few lines.
 
-    A terminal gets a bar with the time left, any other stderr a line every half a minute, and none in the first two
-    seconds. Both are drawn at ticks alone: drawing in between would disturb a measurement.
+    Both are drawn at ticks alone: drawing in between would disturb a measurement.
     """
     console = Console(stderr=True)
     with prints_on_stderr(), bar(console) if console.is_terminal else nullcontext(lines()) as tick:
@@ -145,7 +141,7 @@ def bar(console: Console) -> Generator[Tick]:
 
 
 def lines() -> Tick:
-    """A function that writes plain lines, few of them."""
+    """A function that writes plain lines: one every half a minute, and none in the first two seconds."""
     begun_s = time.perf_counter()
     due_s = begun_s + QUIET_S
 

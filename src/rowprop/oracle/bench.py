@@ -27,21 +27,17 @@ USUAL = 5  # steps of most verifications; more run where an engine differs
 
 @dataclass(frozen=True)
 class Ran:
-    """The gradients of one step, and the state in which it left the model, before the step was undone.
-
-    ``changed`` names the parameters that the backward itself gave other values; ``dtype`` is the coarsest that the
-    graph computes in, ``shape`` that of all losses, and ``seen`` what the context around the backward yielded.
-    """
+    """The gradients of one step, and the state in which it left the model, before the step was undone."""
 
     grads: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
     rng: list[Tensor]
     drew: bool
-    changed: list[str]
-    dtype: torch.dtype
+    changed: list[str]  # parameters that the backward itself gave other values
+    dtype: torch.dtype  # the coarsest that the graph computes in
     record: Record
-    shape: torch.Size
-    seen: Any
+    shape: torch.Size  # of all losses
+    seen: Any  # what the context around the backward yielded
 
     def other_buffers(self, other: Ran) -> list[str]:
         """Names of the buffers whose values differ in ``other``; NaN equals NaN."""

@@ -31,19 +31,17 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """What has a loss of its own, and the figure that says how well it is learnt: a field of a run and of a point.
+    """What is learnt, and the figure that says how well."""
 
-    The figure is shown ``scale`` times as large, with ``digits`` decimals and ``sign``; if it ``rises``, larger is
-    better. ``best`` is what the best method is called.
-    """
-
-    unit: Unit
-    figure: str
-    scale: float
+    unit: Unit  # what has a loss of its own
+    figure: str  # a field of a run and of a point
+    scale: (
+        float  # the figure is shown so many times as large, with so many ``digits`` behind the point and its ``sign``
+    )
     sign: str
     digits: int
-    rises: bool
-    best: str
+    rises: bool  # with better models
+    best: str  # what the best method is called
 
     def shown(self, value: float) -> str:
         """The figure as people read it."""
@@ -127,7 +125,7 @@ class Run:
         """Rebuild a run from its JSON."""
         curve = [Point(**point) for point in content["curve"]]
         shares = [LossShare(**share) for share in content["loss_shares"]]
-        given: dict[str, Any] = {**content, "curve": curve, "loss_shares": shares}
+        given: Json = {**content, "curve": curve, "loss_shares": shares}
         return cls(**given)
 
 
