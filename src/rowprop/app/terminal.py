@@ -101,7 +101,7 @@ def prints_on_stderr() -> Generator[None]:
 
 
 def new_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> Table:
-    """A table of text, never markup, whose rows may end early; ``words`` columns wrap if it is too wide, no numbers do."""
+    """A table of text, never markup, whose rows may end early; if it is too wide, its first ``words`` columns wrap."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for place, name in enumerate(columns):
         if place < words:

@@ -35,9 +35,7 @@ class Task:
 
     unit: Unit  # what has a loss of its own
     figure: str  # a field of a run and of a point
-    scale: (
-        float  # the figure is shown so many times as large, with so many ``digits`` behind the point and its ``sign``
-    )
+    scale: float  # the figure is shown so many times as large, with ``digits`` decimals and ``sign``
     sign: str
     digits: int
     rises: bool  # with better models
