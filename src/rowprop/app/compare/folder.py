@@ -116,10 +116,9 @@ class Folder:
     def _settings(self, there: list[str]) -> Json:
         path = self.path / SETTINGS
         if SETTINGS not in there:
-            made = f"no {SETTINGS} says that rowprop compare made {'it' if len(there) == 1 else 'them'}"
-            raise InvalidInput(
-                f"{self.path} holds {' and '.join(there)}, but {made}; nothing was touched, {ELSEWHERE}."
-            )
+            holds = f"{self.path} holds {' and '.join(there)}, but no {SETTINGS} says that rowprop compare made"
+            them = "it" if len(there) == 1 else "them"
+            raise InvalidInput(f"{holds} {them}; nothing was touched, {ELSEWHERE}.")
         try:
             content = _read_json(path)
             if content.get("format") != FORMAT or not isinstance(content.get("settings"), dict):
