@@ -13,10 +13,8 @@ from typing import Any
 
 from rowprop.errors import InvalidInput, MissingExtra, foreign, one_line
 
-PAGE = {"matplotlib.figure": "matplotlib", "jinja2": "jinja2"}
-"""Modules that a page needs, and the packages that have them."""
+PAGE = {"matplotlib.figure": "matplotlib", "jinja2": "jinja2"}  # modules that a page needs, and their packages
 COMPARE = PAGE | {"PIL.Image": "pillow"}
-"""Modules that a comparison needs, and the packages that have them."""
 
 
 def require(module: str, package: str, purpose: str, line: str | None = None) -> Any:

@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 REPORT = "report.html"
 MARKS = 7  # an axis has no more numbers
 GREY = "#858b96"
-COLOURS = ("#3b82d6", "#c98a1b", "#1fa07a", "#a463c9", "#c86f6f")
-"""Readable on light and dark ground."""
+COLOURS = ("#3b82d6", "#c98a1b", "#1fa07a", "#a463c9", "#c86f6f")  # readable on light and dark ground
+# Colours of page.mplstyle. A page replaces them by its variables, which follow the reader's light or dark.
 INK, SOFT, RULE, CARD = "#1f242d", "#646b78", "#e6e3dc", "#ffffff"
-"""Colours of page.mplstyle. A page replaces them by its variables, which follow the reader's light or dark."""
 WIDTH, HEIGHT = 400, 260  # of a figure, in its own units
 PICTURE_SCALE = 3  # a PNG has so many pixels for each unit
 LONGEST = 30  # a name in a figure has no more letters

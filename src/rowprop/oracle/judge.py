@@ -19,8 +19,8 @@ from rowprop.oracle.bench import Bench, Ran
 from rowprop.oracle.results import Comparison, ParameterError, Status
 from rowprop.state import evaluating
 
+# Largest relative error that is rounding, by the coarsest dtype that the backward computes in.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest relative error that is rounding, by the coarsest dtype that the backward computes in."""
 TF32_TOLERANCE = TOLERANCES[torch.float16]  # TF32 has as many bits of mantissa
 NEXT_TO_NOTHING = 1e-2  # of the largest gradient: the errors of smaller ones are measured against so much
 ROUNDING = 10  # times the oracle's own rounding error a parameter may be off, or the tolerance if that is larger
@@ -129,8 +129,7 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-Judgement = tuple[Status, str, list[Comparison]]
-"""The status of an engine, the reason for it, and the comparisons on which it rests."""
+Judgement = tuple[Status, str, list[Comparison]]  # of an engine, the reason, and the comparisons on which it rests
 
 
 def judge(
@@ -279,10 +278,10 @@ class ConstantStatistics(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
+# Each op's places of gradient, input, weight, mean, inverse deviation, epsilon, training flag and output mask.
 _PLACES = (0, 1, 2, 5, 6, 8, 7, 9)
 _TRAINING_BATCHNORM: dict[Any, tuple[int | None, ...]] = {
     _aten.native_batch_norm_backward.default: _PLACES,
     _aten.batch_norm_backward.default: _PLACES,
     _aten.cudnn_batch_norm_backward.default: (1, 0, 2, 5, 6, 7, None, None),
 }
-"""Each op's places of gradient, input, weight, mean, inverse deviation, epsilon, training flag and output mask."""

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMES = [*METHODS["row"], "rho1"]
+# Colours readable on light and dark ground: those of NAMES, then those of the user's own methods.
 PALETTE = (
     "#858b96", "#c98a1b", "#3b82d6", "#a463c9", "#1fa07a", "#cf5f57", "#2aa3b8", "#8a9430", "#b0703c", "#d1495b",
     "#e3b65c", "#d0609f", "#6cc5a1", "#4aa564", "#6aa31f", "#b5489a", "#e07b39", "#8a6a48", "#0e8f8f", "#5b6ee1",
 )  # fmt: skip
-"""Colours readable on light and dark ground: those of NAMES, then those of the user's own methods."""
 DASHES = ("", "6 3", "2 2", "7 2 2 2")  # strokes and gaps, by which engines of one method differ; empty is solid
 PHASE_COLOURS = dict(zip(PHASES, ("#b9bec8", "#e0a458", "#7fa6cf", "#c86f6f", "#3f6ea8", "#8fb39a"), strict=True))
 LOSS_COLOUR = "#d0605e"
@@ -58,14 +58,13 @@ def render_report(results: Json, data: Dataset) -> str:
 
 def line_styles(results: Json) -> dict[str, Json]:
     """Colour and dash by method label; methods of the same name have the same colour."""
+    methods: list[Json] = results["methods"]
+    names = dict.fromkeys([*NAMES, *(method["name"] for method in methods)])
+    colours = dict(zip(names, itertools.chain(PALETTE, itertools.cycle(PALETTE[len(NAMES) :])), strict=False))
     used: Counter[str] = Counter()
-    colours = dict(zip(NAMES, PALETTE, strict=False))
-    own_colours = itertools.cycle(PALETTE[len(NAMES) :])
     styles: dict[str, Json] = {}
-    for method in results["methods"]:
+    for method in methods:
         name = method["name"]
-        if name not in colours:
-            colours[name] = next(own_colours)
         styles[method["label"]] = {"color": colours[name], "dash": DASHES[used[name] % len(DASHES)]}
         used[name] += 1
     return styles
