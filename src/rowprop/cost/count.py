@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_choice, check_losses_fn, check_tick
-from rowprop.cost.flops import Counter
+from rowprop.cost.flops import counting
 from rowprop.cost.formulas import formula_of
 from rowprop.cost.measure import Tick, ignored
 from rowprop.cost.where import Modules, check_graph, current_node, next_number
@@ -151,8 +151,8 @@ def count_step(
     check_tick("count_step", tick)
     if keep is not None:
         check_fraction("count_step", "keep", keep)
-    tell, counter = tick or ignored, _StepCounter(model)
-    with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
+    tell, seen = tick or ignored, _StepCounter(model)
+    with backward_undone(model, batch), torch.enable_grad(), seen.hooks, seen.modules.tracked(), counting(seen.ran):
         tell("counting the forward", 0.0)
         losses = losses_of(losses_fn, model, batch, counted=any(p.is_meta for p in model.parameters()))
         tell("counting the backward", 1 / 3)  # the backward has about two ops for each op of the forward
@@ -165,17 +165,17 @@ def count_step(
         cast(Any, losses.mean()).backward()
         num_parameters = sum(p.numel() for p in model.parameters() if p.grad is not None)
     by_op: ByOp = {}
-    for part, ops in (item for found in counter.by_module.values() for item in found.items()):
+    for part, ops in (item for found in seen.by_module.values() for item in found.items()):
         for op, flops in ops.items():
             _add(by_op, part, op, flops)
     modules = [
-        ModuleFlops(module=path, kind=kind, **_by_part(counter.by_module[path]), by_op=counter.by_module[path])
-        for path, kind in counter.modules.kinds.items()
-        if path in counter.by_module
+        ModuleFlops(module=path, kind=kind, **_by_part(seen.by_module[path]), by_op=seen.by_module[path])
+        for path, kind in seen.modules.kinds.items()
+        if path in seen.by_module
     ]
     return StepFlops(
         num_rows=num_rows, num_kept=num_kept, **_by_part(by_op), update_flops=UPDATE_FLOPS[optimizer] * num_parameters,
-        optimizer=optimizer, num_parameters=num_parameters, uncounted=counter.uncounted, by_op=by_op, modules=modules,
+        optimizer=optimizer, num_parameters=num_parameters, uncounted=seen.uncounted, by_op=by_op, modules=modules,
     )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def _add(by_op: ByOp, part: str, op: str, flops: int) -> None:
     ops[op] = ops.get(op, 0) + flops
 
 
-class _StepCounter(Counter):
+class _StepCounter:
     """Adds up FLOPs by part, module and op.
 
     In the forward it follows which tensors, and the backward nodes of which ops, come from parameters and buffers
@@ -196,8 +196,8 @@ class _StepCounter(Counter):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self.modules = Modules(model)
+        self.hooks = ExitStack()
         self.by_module: dict[str, ByOp] = {}
         self.uncounted: dict[str, int] = {}
         self._leaves = set(model.parameters())
@@ -205,12 +205,6 @@ class _StepCounter(Counter):
         self._constant_nodes: set[int] = set()
         self._last_number = next_number()
         self._running: dict[Any, _Running] = {}
-        self._hooks = ExitStack()
-
-    def close(self) -> None:
-        """Release the graph."""
-        self._hooks.close()
-        self._running.clear()
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
         """Follow the op; note its FLOPs now, or in a backward node when the node is done."""
@@ -227,7 +221,7 @@ class _StepCounter(Counter):
         else:
             if node not in self._running:
                 self._running[node] = _Running()
-                self._hooks.callback(node.register_hook(partial(self._finish, node)).remove)
+                self.hooks.callback(node.register_hook(partial(self._finish, node)).remove)
             product = formula_of(getattr(func, "_overloadpacket", func)) is not None
             self._running[node].ran(name, flops, inputs, out, product=product)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,8 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.cost.formulas import formula_of, is_light
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+Ran = Callable[[str, tuple[int, ...] | None, Any, Any, Any], None]
+"""Called after an op: with its name without ``aten``, its FLOPs, the op, its inputs and what it returned.
+
+The FLOPs are one number for each output of an op that makes several gradients, else one for all outputs; None where no
+formula is known.
+"""
 
 
 @dataclass
@@ -57,41 +61,40 @@ def count_flops() -> Generator[Flops, None, None]:
         {'mm': 60}
     """
     flops = Flops()
-    with _Adder(flops):
+
+    def ran(name: str, counted: tuple[int, ...] | None, *_: Any) -> None:
+        if counted is None:
+            flops.uncounted[name] = flops.uncounted.get(name, 0) + 1
+        elif any(counted):
+            flops.by_op[name] = flops.by_op.get(name, 0) + sum(counted)
+
+    with counting(ran):
         yield flops
 
 
-class Counter(TorchDispatchMode):
-    """Calls :meth:`ran` after every op of the block, with its FLOPs; compiled models run uncompiled in the block."""
+@contextmanager
+def counting(ran: Ran) -> Generator[None]:
+    """Call ``ran`` after every op of the block; compiled models run uncompiled in the block."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    try:
+        # Under a mode Dynamo gives a frame up for good. One that it was told to leave alone runs compiled again later.
+        uncompiled = nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
+    except RuntimeError:  # this very code runs inside a compiled function, after a graph break
+        uncompiled = nullcontext()
+    with uncompiled, _Counter(ran):
+        yield
 
+
+class _Counter(TorchDispatchMode):
     supports_higher_order_operators = True  # an op that takes functions, as flex_attention, comes in one piece
 
-    def __init__(self) -> None:
+    def __init__(self, ran: Ran) -> None:
         super().__init__()
-        self._stances: list[Any] = []
-
-    def __enter__(self) -> Self:
-        """Begin to count."""
-        self._stances.append(_uncompiled())
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        """Stop counting."""
-        super().__exit__(*raised)
-        self._stances.pop().__exit__(*raised)
-
-    def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        """Take note of an op, named without ``aten``, that was given ``inputs`` and returned ``out``.
-
-        ``flops`` is one number for each output of an op that makes several gradients, else one for all outputs; None
-        where no formula is known.
-        """
-        raise NotImplementedError
+        self.ran = ran
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op and count it."""
         if RowGrad in types:
             return NotImplemented  # the sliced gradient's rule runs next, and the rule's own ops come back here
         kwargs = kwargs or {}
@@ -103,32 +106,8 @@ class Counter(TorchDispatchMode):
                 out: Any = cast(Any, func).decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        out = cast(Any, func)(*args, **kwargs)
+        out = func(*args, **kwargs)
         counted = formula(*args, **kwargs, out_val=out) if formula is not None else 0 if is_light(func) else None
         name = str(packet).removeprefix("aten.")
         self.ran(name, (counted,) if isinstance(counted, int) else counted, func, (args, kwargs), out)
         return out
-
-
-def _uncompiled() -> Any:
-    """Have Dynamo run compiled functions uncompiled from now on, until the result's ``__exit__``.
-
-    Under a mode Dynamo gives a frame up for good. A frame that it was told to leave alone runs compiled again later.
-    """
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    try:
-        return nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
-    except RuntimeError:  # this very code runs inside a compiled function, after a graph break
-        return nullcontext()
-
-
-class _Adder(Counter):
-    def __init__(self, flops: Flops) -> None:
-        super().__init__()
-        self.flops = flops
-
-    def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        if flops is None:
-            self.flops.uncounted[name] = self.flops.uncounted.get(name, 0) + 1
-        elif any(flops):
-            self.flops.by_op[name] = self.flops.by_op.get(name, 0) + sum(flops)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rowprop.backprop.pick import BatchNorm
 from rowprop.batch import take
-from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, shown
+from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, wrong
 from rowprop.cost.findings import grouped
 from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, ignored, measure
 from rowprop.cost.plan import ANOTHER, BY_POLICY, LEFT_OUT, THINNED, Cost, Key, Measurement, PlainStep, Plan, make_plan
@@ -103,7 +103,7 @@ def plan(
     Sliced(batchnorm=batchnorm)  # raises where there is no such policy
     check_whole("plan", "rounds", rounds, 1)
     if not is_number(seconds) or seconds <= 0:
-        raise InvalidInput(f"plan got seconds={shown(seconds)} but a number above 0 was needed; 60 is the default.")
+        raise wrong("plan", "seconds", seconds, "a number above 0 was needed; 60 is the default.")
     check_tick("plan", tick)
     tell, begun_s = tick or ignored, time.perf_counter()
     tell(f"about {seconds:.0f} s at most", 0.0)

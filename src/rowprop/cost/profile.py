@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,12 +17,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
-from rowprop.checks import check_tick, check_trainable, check_whole, shown
+from rowprop.checks import check_tick, check_trainable, check_whole, wrong
 from rowprop.cost.findings import Finding, Observed, Op, diagnose, grouped
+from rowprop.cost.flops import counting
 from rowprop.cost.measure import Tick, Timing, accelerators, ignored, measure, profiled
 from rowprop.cost.timing import Variant, measure_step
-from rowprop.cost.trace import MARK, Ledger, Trace, module_marks
-from rowprop.cost.where import Modules, graph
+from rowprop.cost.trace import MARK, MODULE, Trace
+from rowprop.cost.where import Modules, around_forwards, graph
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
 from rowprop.scoring import LossesFn, losses_of
@@ -157,7 +159,7 @@ def profile(
     check_tick("profile", tick)
     if trace is not None:
         if not isinstance(cast(object, trace), Path):
-            raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
+            raise wrong("profile", "trace", trace, "a Path was needed.", kind=True)
         check_writable(trace)
     tell = tick or ignored
     tell("warming up", 0.0)
@@ -196,7 +198,8 @@ def _traced(model: nn.Module, batch: Any, losses_fn: LossesFn, accelerator: bool
     modules, leaves = Modules(model), leaves_of(model, batch)
     traced = Trace(modules, {}, accelerator)
     with modules.tracked():
-        with module_marks(model), profiled(activities) as profiler:
+        marked = around_forwards(model, lambda path: record_function(MODULE + path))
+        with marked, profiled(activities) as profiler:
             for _ in range(STEPS):
                 with record_function(MARK + "forward"):
                     loss = losses_of(losses_fn, model, batch).mean()
@@ -208,9 +211,9 @@ def _traced(model: nn.Module, batch: Any, losses_fn: LossesFn, accelerator: bool
                 del loss
                 for leaf in leaves:
                     leaf.grad = None
-        with Ledger(traced) as ledger:
+        with counting(partial(traced.count, "forward")):
             loss = losses_of(losses_fn, model, batch).mean()
-            ledger.direction = "backward"
+        with counting(partial(traced.count, "backward")):
             cast(Any, loss).backward()
     if path is not None:
         write_whole(path, _exported(profiler, packed=path.suffix == ".gz"))

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
-from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Node, Op
-from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import is_view
-from rowprop.cost.where import OUTSIDE, Modules, around_forwards, current_node
+from rowprop.cost.where import OUTSIDE, Modules, current_node
 
 MARK = "rowprop::"
 MODULE = MARK + "module::"
@@ -60,8 +57,32 @@ class Trace:
         self.uncounted: dict[str, int] = {}
         self._dispatched: set[str] = set()
 
+    def count(
+        self, direction: Direction, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any
+    ) -> None:
+        """Add the FLOPs, bytes and casts of an op that ran; then as :data:`~rowprop.cost.flops.Ran`."""
+        node = current_node()
+        node_name = "" if node is None else node.name()
+        running = self.modules.current  # inside a backward an activation checkpoint runs its forward again
+        module = GRADIENTS if node_name == ACCUMULATE else running if running != OUTSIDE else self.modules.of(node)
+        name = RENAMED.get(name, name.replace(".", "::"))
+        op = self.op(direction, module, node_name, name)
+        if flops is None:
+            self.uncounted[name] = self.uncounted.get(name, 0) + 1
+            op.flops = None
+        elif op.flops is not None:
+            op.flops += sum(flops)
+        operands, results = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (inputs, out))
+        if not is_view(func):
+            op.bytes += sum(map(_bytes, operands + results))
+        if name in COPIES and operands and results:
+            source, target = operands[-1].dtype, results[0].dtype
+            if source != target:
+                kind = f"{source} to {target}".replace("torch.", "")
+                op.casts[kind] = op.casts.get(kind, 0) + 1
+
     def read(self, events: Sequence[Any]) -> None:
-        """Read the profiler's events, once a :class:`Ledger` has noted the ops that they are made of."""
+        """Read the profiler's events, once :meth:`count` has noted the ops that they are made of."""
         self._dispatched = {op.op for op in self.ops.values()}
         roots = [e for e in events if e.cpu_parent is None and e.device_type == DeviceType.CPU]
         begins = [e.time_range.start for e in roots if e.name == MARK + "forward"]
@@ -131,55 +152,6 @@ class Trace:
             op = self._op(frame)
             for calls in (op.ran, *(op.inside[name] for name in set(frame.inside))):
                 calls.time_s += time_s
-
-
-def module_marks(model: nn.Module) -> AbstractContextManager[None]:
-    """Mark each module's forward inside the block, so that the profiler sees it."""
-    open_marks: list[Any] = []
-
-    def enter(path: str) -> None:
-        open_marks.append(record_function(MODULE + path))
-        open_marks[-1].__enter__()
-
-    def leave() -> None:
-        open_marks.pop().__exit__(None, None, None)
-
-    return around_forwards(model, enter, leave)
-
-
-class Ledger(Counter):
-    """Adds FLOPs, bytes and casts to the entries of a trace, as the forward's until ``direction`` is set."""
-
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
-        self.trace = trace
-        self.direction: Direction = "forward"
-
-    def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        """Count a call of an op."""
-        node, modules = current_node(), self.trace.modules
-        node_name = "" if node is None else node.name()
-        running = modules.current  # inside a backward an activation checkpoint runs its forward again
-        module = GRADIENTS if node_name == ACCUMULATE else running if running != OUTSIDE else modules.of(node)
-        name = RENAMED.get(name, name.replace(".", "::"))
-        op = self.trace.op(self.direction, module, node_name, name)
-        if flops is None:
-            self.trace.uncounted[name] = self.trace.uncounted.get(name, 0) + 1
-            op.flops = None
-        elif op.flops is not None:
-            op.flops += sum(flops)
-        operands, results = _tensors(inputs), _tensors(out)
-        if not is_view(func):
-            op.bytes += sum(_bytes(t) for t in operands + results)
-        if name in COPIES and operands and results:
-            source, target = operands[-1].dtype, results[0].dtype
-            if source != target:
-                kind = f"{source} to {target}".replace("torch.", "")
-                op.casts[kind] = op.casts.get(kind, 0) + 1
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -51,19 +51,21 @@ def check_graph(losses: Tensor) -> None:
 
 
 @contextmanager
-def around_forwards(model: nn.Module, enter: Callable[[str], None], leave: Callable[[], None]) -> Generator[None]:
-    """Call ``enter(path)`` before and ``leave()`` after each module's forward; the root's path is its class.
+def around_forwards(model: nn.Module, block: Callable[[str], AbstractContextManager[object]]) -> Generator[None]:
+    """Run each module's forward inside ``block(path)``; the root's path is its class.
 
     A region compiled earlier runs without these hooks; one compiled inside the block has hooks that do nothing.
     """
+    running: list[AbstractContextManager[object]] = []
 
     def before(path: str, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            enter(path)
+            running.append(block(path))
+            running[-1].__enter__()
 
     def after(*_: Any) -> None:
         if not torch.compiler.is_compiling():
-            leave()
+            running.pop().__exit__(None, None, None)
 
     with ExitStack() as stack:
         for path, module in cast(Any, model).named_modules():
@@ -86,12 +88,12 @@ class Modules:
         named = cast(Any, model).named_modules()
         self.kinds = {path or type(model).__name__: type(module).__name__ for path, module in named} | {OUTSIDE: ""}
         self._spans: list[tuple[int, int, str]] = []
-        self._open: list[tuple[int, str]] = []
+        self._open = [OUTSIDE]
 
     @property
     def current(self) -> str:
         """Path of the innermost module whose forward runs now; the root's path is its class."""
-        return self._open[-1][1] if self._open else OUTSIDE
+        return self._open[-1]
 
     def of(self, node: Any) -> str:
         """Path of the innermost module whose forward made the backward node."""
@@ -104,15 +106,14 @@ class Modules:
 
     def tracked(self) -> AbstractContextManager[None]:
         """Note the forwards inside the block."""
+        return around_forwards(self.model, self._forward)
 
-        def enter(path: str) -> None:
-            self._open.append((next_number(), path))
-
-        def leave() -> None:
-            begin, path = self._open.pop()
-            self._spans.append((begin, next_number(), path))
-
-        return around_forwards(self.model, enter, leave)
+    @contextmanager
+    def _forward(self, path: str) -> Generator[None]:
+        begin = next_number()
+        self._open.append(path)
+        yield
+        self._spans.append((begin, next_number(), self._open.pop()))
 
 
 @dataclass(frozen=True)

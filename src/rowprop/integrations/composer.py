@@ -61,6 +61,8 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
         The draw by rank is biased, as in mosaicml 0.32.1's ``composer.algorithms.SelectiveBackprop``.
     """
 
+    _framework, _accumulation, _ids = "Composer", "Trainer(device_train_microbatch_size=...)", False
+
     def __init__(
         self,
         start: float = 0.5,
@@ -86,8 +88,7 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
         if scale_factor != 1:
             scores: Any = shared.losses_of_rows(losses_fn or self._losses, settings)
             own |= {"scorer": Downscaled(scores, scale_factor), "engine": "recompute"}
-        accumulation = "Trainer(device_train_microbatch_size=...)"
-        self._take("Composer", accumulation, selector, losses_fn, classes_fn, own | settings, ids=False)
+        super().__init__(selector, losses_fn, classes_fn=classes_fn, **own | settings)
         self._model: Any = None
         self._batch: Any = None
         self._outputs: Any = None

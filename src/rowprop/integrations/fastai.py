@@ -12,8 +12,7 @@ from rowprop.batch import num_rows
 from rowprop.checks import check_callable
 from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
-from rowprop.integrations.shared import ClassesFn, Means, Numbers, Selects, check_reduction, module_of
-from rowprop.scoring import LossesFn
+from rowprop.integrations.shared import Means, Numbers, Selects, check_reduction, module_of
 from rowprop.selection.base import Selector
 from rowprop.selection.common import check_fraction
 from rowprop.selection.fixed import Everything, LossMass
@@ -50,6 +49,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         numbers: Those of the last step, under their names in the table; losses are 0-d tensors.
     """
 
+    _framework, _accumulation, _ids = "fastai", "the callback GradientAccumulation", False
     order = 12  # MixedPrecision has 10, DistributedTrainer 11
     numbers: Numbers = {}  # noqa: RUF012  each step sets another
     _means = Means()
@@ -58,18 +58,6 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
     _batch: Any = None
     # not exported with the learner
     _stateattrs = ("step", "record", "numbers", "_loaded", "_means", "_begun", "_before", "_batch")
-
-    def __init__(
-        self,
-        selector: Selector,
-        losses_fn: LossesFn | None = None,
-        *,
-        classes_fn: ClassesFn | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        accumulation = "the callback GradientAccumulation"
-        self._take("fastai", accumulation, selector, losses_fn, classes_fn, settings, ids=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Leave the learner as it was when the callback is removed, after an interrupted fit too."""

@@ -61,30 +61,30 @@ class Selects:
     step: SelectiveBackprop | None = None
     record: Record | None = None
     _loaded: Mapping[str, Any] | None = None  # a state for the step that is made next
+    _framework = "the framework"
+    _accumulation = "its own accumulation"  # what accumulates gradients there
+    _ids = True  # whether its batches may carry ids of rows
 
-    def _take(
+    def __init__(
         self,
-        framework: str,
-        accumulation: str,
         selector: Selector,
-        losses_fn: LossesFn | None,
-        classes_fn: ClassesFn | None,
-        settings: dict[str, Any],
+        losses_fn: LossesFn | None = None,
         *,
-        ids: bool = True,
+        classes_fn: ClassesFn | None = None,
+        **settings: Any,
     ) -> None:
-        """Keep the arguments, and refuse wrong ones; ``ids`` says whether the framework's batches may carry them."""
+        super().__init__()
         owner = type(self).__name__
         if losses_fn is not None:
             check_losses_fn(owner, losses_fn)
         if classes_fn is not None:
             check_callable(owner, "classes_fn", classes_fn, "a function of the batch was needed; None is the default.")
         if "accumulate_to" in settings:
-            decides = f"{framework} decides when the optimizer steps; use {accumulation} instead."
+            decides = f"{self._framework} decides when the optimizer steps; use {self._accumulation} instead."
             raise InvalidInput(f"{owner} got accumulate_to, but {decides}")
-        if not ids and settings.get("history") is not None:
+        if not self._ids and settings.get("history") is not None:
             remedy = "use rowprop.SelectiveBackprop in a loop of your own, or leave history out."
-            raise InvalidInput(f"{owner} got a history, but {framework}'s batches carry no ids of rows; {remedy}")
+            raise InvalidInput(f"{owner} got a history, but {self._framework}'s batches carry no ids of rows; {remedy}")
         self._selector, self._losses_fn, self._classes_fn = selector, losses_fn, classes_fn
         self._settings = settings
 

@@ -79,7 +79,7 @@ def select(
         needed = "whole rows and gradients were needed on each process; use DDP or FSDP."
         came = "a trainer with DeepSpeed or with tensor, context or sequence parallelism"
         raise UnsupportedOperation(f"select got {came}, but {needed}")
-    return SelectiveBackpropCallback(trainer, selector, losses_fn, classes_fn, settings)
+    return SelectiveBackpropCallback(trainer, selector, losses_fn, classes_fn=classes_fn, **settings)
 
 
 class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
@@ -90,16 +90,10 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
         record: The :class:`rowprop.step.Record` of the last micro-batch; None before the first.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        selector: Selector,
-        losses_fn: LossesFn | None,
-        classes_fn: shared.ClassesFn | None,
-        settings: dict[str, Any],
-    ) -> None:
-        accumulation = "TrainingArguments(gradient_accumulation_steps=...)"
-        self._take("the Trainer", accumulation, selector, losses_fn, classes_fn, settings)
+    _framework, _accumulation = "the Trainer", "TrainingArguments(gradient_accumulation_steps=...)"
+
+    def __init__(self, trainer: Any, selector: Selector, losses_fn: LossesFn | None, **arguments: Any) -> None:
+        super().__init__(selector, losses_fn, **arguments)
         self._trainer = trainer
         self._begin()
         replaced: dict[str, Any] = {
