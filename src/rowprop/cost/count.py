@@ -36,10 +36,10 @@ UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
 
 @dataclass(frozen=True)
 class ModuleFlops:
-    """The FLOPs of one module itself, without the modules inside it.
+    """The FLOPs of one module itself, without the modules inside it; figures as in :class:`StepFlops`.
 
-    ``module`` is its path; the root goes by its class, and the ops outside of all modules go by ``losses_fn``. ``kind``
-    is its class, empty for ``losses_fn``. The figures are those of :class:`StepFlops`.
+    ``module`` is its path, the root's its class; ops outside of all modules go by ``losses_fn``, whose ``kind``, the
+    class, is empty.
     """
 
     module: str
@@ -58,16 +58,16 @@ class StepFlops:
     Attributes:
         num_rows: N.
         num_kept: K, the rows that the backward paid for.
-        forward_flops: FLOPs of the forward, all N rows.
-        backward_input_flops: FLOPs of the backward to the activations: the chain from the losses to the batch.
-        backward_weight_flops: FLOPs of the backward to parameters, and to tensors computed from parameters alone.
-        backward_recomputed_flops: FLOPs of forwards that run again inside the backward (checkpoints).
-        update_flops: FLOPs of the optimizer's update, from its formula.
+        forward_flops: Of all N rows.
+        backward_input_flops: Of the backward to the activations: the chain from the losses to the batch.
+        backward_weight_flops: Of the backward to parameters, and to tensors computed from parameters alone.
+        backward_recomputed_flops: Of forwards that run again inside the backward (checkpoints).
+        update_flops: Of the optimizer's update, from its formula.
         optimizer: The optimizer of that update.
         num_parameters: How many numbers got a gradient, and so an update.
         uncounted: Ops without a known formula, with the number of calls; they are in no number of FLOPs.
-        by_op: The FLOPs by part and op.
-        modules: The FLOPs by module, in the order of ``model.named_modules()``; modules without any are left out.
+        by_op: By part and op.
+        modules: By module, in the order of ``model.named_modules()``; modules without any are left out.
     """
 
     num_rows: int
@@ -118,21 +118,20 @@ def count_step(
     """Run a training step, without the update, and count its FLOPs.
 
     An op of the backward counts for a weight if its result goes, without another product in between, to a parameter or
-    to a tensor that the forward computed from parameters and buffers alone. Every other op counts for an input.
+    to a tensor that the forward computed from parameters and buffers alone; every other op counts for an input.
 
     Args:
         model: An ``nn.Module``, also on the device ``meta``, where nothing is computed.
-        batch: The whole batch, N rows, as ``losses_fn`` takes it.
+        batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
-        keep: Count the backward of ``rowprop.pick`` of this fraction of the rows, in (0, 1]. Default None: count plain
-            training, the backward of ``losses.mean()``.
+        keep: Count the backward of ``rowprop.pick`` of this fraction of the rows, in (0, 1]. Default None: that of
+            ``losses.mean()``.
         optimizer: ``"sgd"`` (default), ``"momentum"``, ``"adam"`` or ``"adamw"``.
         batchnorm: How a sliced backward treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         tick: Called before the forward and before the backward. Default None.
 
     Raises:
-        InvalidInput: An argument is out of its range, or the losses have no graph. Errors that ``losses_fn`` raises
-            pass through.
+        InvalidInput: An argument is out of its range, or the losses have no graph. Errors of ``losses_fn`` pass.
 
     Cost:
         One step with Python at every op; all that a backward node computes is held until the node is done. Parameters,
@@ -164,40 +163,29 @@ def count_step(
             losses = pick(losses, rows.to(losses.device), batchnorm=batchnorm)
         cast(Any, losses.mean()).backward()
         num_parameters = sum(p.numel() for p in model.parameters() if p.grad is not None)
-    by_op: ByOp = {}
-    for part, ops in (item for found in seen.by_module.values() for item in found.items()):
-        for op, flops in ops.items():
-            _add(by_op, part, op, flops)
-    modules = [
-        ModuleFlops(module=path, kind=kind, **_by_part(seen.by_module[path]), by_op=seen.by_module[path])
-        for path, kind in seen.modules.kinds.items()
-        if path in seen.by_module
-    ]
+    kinds, found = seen.modules.kinds, seen.by_module
     return StepFlops(
-        num_rows=num_rows, num_kept=num_kept, **_by_part(by_op), update_flops=UPDATE_FLOPS[optimizer] * num_parameters,
-        optimizer=optimizer, num_parameters=num_parameters, uncounted=seen.uncounted, by_op=by_op, modules=modules,
+        num_rows=num_rows, num_kept=num_kept, num_parameters=num_parameters, optimizer=optimizer,
+        update_flops=UPDATE_FLOPS[optimizer] * num_parameters, uncounted=seen.uncounted, **_figures(seen.by_op),
+        modules=[ModuleFlops(path, kind, **_figures(found[path])) for path, kind in kinds.items() if path in found],
     )  # fmt: skip
 
 
-def _by_part(by_op: ByOp) -> dict[str, Any]:
-    return {f"{part}_flops": sum(by_op.get(part, {}).values()) for part in PARTS}
-
-
-def _add(by_op: ByOp, part: str, op: str, flops: int) -> None:
-    ops = by_op.setdefault(part, {})
-    ops[op] = ops.get(op, 0) + flops
+def _figures(by_op: ByOp) -> dict[str, Any]:
+    return {f"{part}_flops": sum(by_op.get(part, {}).values()) for part in PARTS} | {"by_op": by_op}
 
 
 class _StepCounter:
     """Adds up FLOPs by part, module and op.
 
-    In the forward it follows which tensors, and the backward nodes of which ops, come from parameters and buffers
-    alone; in the backward which op's result went into which of its node's gradients.
+    The forward says which tensors, and the backward nodes of which ops, come from parameters and buffers alone, the
+    backward which op's result went into which of its node's gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = Modules(model)
         self.hooks = ExitStack()
+        self.by_op: ByOp = {}
         self.by_module: dict[str, ByOp] = {}
         self.uncounted: dict[str, int] = {}
         self._leaves = set(model.parameters())
@@ -215,9 +203,9 @@ class _StepCounter:
         if node is None or torch.is_grad_enabled():
             self._follow_forward(func, inputs, out)
             part: Part = "forward" if node is None else "backward_recomputed"
-            self._note(self.modules.current, part, name, sum(flops))
+            self._add(self.modules.current, part, name, sum(flops))
         elif _leaf(node) is not None:
-            self._note(self.modules.of(node), "backward_input", name, sum(flops))
+            self._add(self.modules.of(node), "backward_input", name, sum(flops))
         else:
             if node not in self._running:
                 self._running[node] = _Running()
@@ -225,9 +213,10 @@ class _StepCounter:
             product = formula_of(getattr(func, "_overloadpacket", func)) is not None
             self._running[node].ran(name, flops, inputs, out, product=product)
 
-    def _note(self, module: str, part: Part, name: str, flops: int) -> None:
-        if flops:
-            _add(self.by_module.setdefault(module, {}), part, name, flops)
+    def _add(self, module: str, part: Part, op: str, flops: int) -> None:
+        for by_op in (self.by_op, self.by_module.setdefault(module, {})) if flops else ():
+            ops = by_op.setdefault(part, {})
+            ops[op] = ops.get(op, 0) + flops
 
     def _follow_forward(self, func: Any, inputs: Any, out: Any) -> None:
         read, made = _memories(inputs), _memories(out)
@@ -245,15 +234,14 @@ class _StepCounter:
                 self._constant_nodes.add(number - 1)
 
     def _finish(self, node: Any, grads: tuple[Tensor | None, ...], _: Any) -> None:
-        """Split a node's FLOPs into the weights' share and the inputs'; called when the node has run."""
-        to_weights: set[int] = set()
-        to_inputs: set[int] = set()
+        """Split the FLOPs of a node that has run into the weights' share and the inputs'."""
+        to_weights, to_inputs = set[int](), set[int]()
         for grad, (upstream, _) in zip(grads, node.next_functions, strict=False):
             if grad is not None and upstream is not None:
                 (to_weights if self._is_weight(upstream) else to_inputs).add(_memory(grad))
         module = self.modules.of(node)
         for name, flops, for_weights in self._running.pop(node).split(to_weights, to_inputs):
-            self._note(module, "backward_weight" if for_weights else "backward_input", name, flops)
+            self._add(module, "backward_weight" if for_weights else "backward_input", name, flops)
 
     def _is_weight(self, node: Any) -> bool:
         """Whether a node's forward result is a parameter, or is computed from parameters and buffers alone."""
@@ -270,7 +258,7 @@ class _Running:
     """The ops that one backward node has run, and whose results went into which tensors."""
 
     def __init__(self) -> None:
-        self.ops: list[tuple[str, int]] = []
+        self.ops: list[tuple[str, int]] = []  # names and FLOPs
         self.read: set[int] = set()  # places of the ops whose results went into a product
         self.sources: dict[int, set[int]] = {}  # by a tensor's memory: places of the ops that it was computed by
         self.held: list[Any] = []  # keeps tensors alive, so that no other tensor gets their memory

@@ -54,8 +54,8 @@ class Op:
     """One op of one module in one direction, per step; ``node`` is the backward node, empty in the forward.
 
     ``ran`` has the device's time where there is an accelerator, else the CPU's; ``host_s`` is the host's. ``flops`` is
-    None where no formula is known; ``bytes`` are read or written, each operand once. ``casts`` counts calls by the
-    change of dtype, e.g. ``"float32 to float64"``, and ``inside`` the ops that ran inside, at any depth.
+    None without a known formula; ``bytes`` are read or written, each operand once. ``casts`` counts calls by the change
+    of dtype, e.g. ``"float32 to float64"``, and ``inside`` the ops that ran inside, at any depth.
     """
 
     direction: Direction
@@ -89,9 +89,8 @@ class Observed:
     """The measurements of a step.
 
     Forward and backward have the least of several times, because other work of a machine only adds time; under the
-    profiler the sum of the least times of their parts. ``ops`` without calls were only counted: they have FLOPs and
-    bytes but no time. ``flops_per_s`` and ``bytes_per_s`` are what the machine reaches in a large matrix product and in
-    a large copy, read and written.
+    profiler the sum of the least times of their parts. ``ops`` without calls were only counted and have no time. The
+    machine reaches ``flops_per_s`` in a large matrix product, ``bytes_per_s`` in a large copy, read and written.
     """
 
     forward_s: float
@@ -200,19 +199,14 @@ Found = Iterator[tuple[Finding, list[Op]]]
 
 
 def diagnose(seen: Observed) -> list[Finding]:
-    """Find the causes that make a step slow.
+    """What makes a step slow, largest share of its time first; nothing for a healthy step.
 
-    Returns:
-        The causes, largest share of the step's time first; then the backward/forward ratio where it is off, because it
-        sums up the others. Empty for a healthy step.
+    The backward/forward ratio comes last, where it is off, because it sums up the others.
     """
-    causes: list[Finding] = []
-    explained: set[int] = set()
-    for check in (_custom_functions, _call_growth, _grouped, _slow_kernels, _casts, _copies, _waits):
-        for finding, ops in check(seen):
-            causes.append(finding)
-            explained |= {id(op) for op in ops}
-    causes += _slow_ops(seen, explained)
+    checks = (_custom_functions, _call_growth, _grouped, _slow_kernels, _casts, _copies, _waits)
+    found = [each for check in checks for each in check(seen)]
+    causes = [finding for finding, _ in found]
+    causes += _slow_ops(seen, explained={id(op) for _, ops in found for op in ops})
     return [*sorted(causes, key=lambda finding: -finding.share), *_ratio(seen)]
 
 
@@ -247,9 +241,9 @@ def _call_growth(seen: Observed) -> Found:
             figures = {
                 "op": name, "calls": calls, "node": node.name, "nodes": node.ran.calls, "forward_calls": in_forward,
             }  # fmt: skip
-            explained = [op for op in ops if name in {op.op, *op.inside}]
             where = f"{name} in the backward of {node.module}"
-            yield Finding("call_growth", where, time_s / seen.total_s, figures), explained
+            finding = Finding("call_growth", where, time_s / seen.total_s, figures)
+            yield finding, [op for op in ops if name in {op.op, *op.inside}]
 
 
 def _grouped(seen: Observed) -> Found:
@@ -308,9 +302,8 @@ def _copies(seen: Observed) -> Found:
     share = sum(time_s for _, time_s in copying) / seen.total_s
     if copying and share >= COPIED_SHARE:
         worst = _worst(copying)
-        figures = {"calls": calls, "module": worst.module}
-        explained = [op for op, _ in copying if op.op in COPIES]
-        yield Finding("copies", f"{worst.op} in {worst.module}", share, figures), explained
+        finding = Finding("copies", f"{worst.op} in {worst.module}", share, {"calls": calls, "module": worst.module})
+        yield finding, [op for op, _ in copying if op.op in COPIES]
 
 
 def _waits(seen: Observed) -> Found:

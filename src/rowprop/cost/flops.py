@@ -106,7 +106,7 @@ class _Counter(TorchDispatchMode):
                 out: Any = cast(Any, func).decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        out = func(*args, **kwargs)
+        out = cast(Any, func)(*args, **kwargs)
         counted = formula(*args, **kwargs, out_val=out) if formula is not None else 0 if is_light(func) else None
         name = str(packet).removeprefix("aten.")
         self.ran(name, (counted,) if isinstance(counted, int) else counted, func, (args, kwargs), out)

@@ -31,11 +31,11 @@ def ignored(*_: object) -> None:
 
 
 class Clock:
-    """Seconds of each phase of one run.
+    """Seconds of each phase of one run, from when it is made, once all queued work has run.
 
     A phase is charged with all the work that it queued, also where the device runs it after the call has returned. The
-    marks are one accelerator's own events, for which nothing waits; with several, each mark waits until the queues are
-    empty. On the CPU they are the wall clock. The clock starts when it is made, once all queued work has run.
+    marks are one accelerator's own events, for which nothing waits, with several the wall clock once the queues are
+    empty, and on the CPU the wall clock.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -90,7 +90,7 @@ class Timing:
     """Repeated runs of one routine.
 
     Attributes:
-        rounds: Seconds by phase, one entry per round, in the same order for all that were measured together.
+        rounds: Seconds by phase of each round, in the same order for all that were measured together.
         peak_bytes: The most memory that one run held at once beyond the memory held before it: the accelerators', else
             the CPU's, by torch's allocator, past which oneDNN takes more.
     """
@@ -104,11 +104,11 @@ class Timing:
         return tuple(self.rounds[0])
 
     def each_s(self, *phases: str) -> list[float]:
-        """Seconds of these phases together (default: of all), for each round."""
+        """Seconds of these phases (default: of all) together, for each round."""
         return [sum(s for phase, s in spans.items() if not phases or phase in phases) for spans in self.rounds]
 
     def spread(self, *phases: str) -> Spread:
-        """Median and quartiles of these phases together (default: of all)."""
+        """Median and quartiles of :meth:`each_s`."""
         return Spread.of(self.each_s(*phases))
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,23 +129,13 @@ def measure(
     tick: Tick | None = None,
     clock: Callable[[Iterable[torch.device]], Clock] = Clock,
 ) -> dict[Name, Timing]:
-    """Measure several routines side by side.
+    """Measure several routines side by side; the timings come in their order.
 
     In each round every routine runs once, in an order that turns from round to round, so that other work on the machine
-    disturbs all of them alike.
-
-    Args:
-        routines: The routines by name.
-        devices: The devices that the work runs on.
-        rounds: How many rounds are measured, 1 or more. Default 20.
-        warmup: How many rounds run before, 0 or more; in them kernels are chosen and memory is taken. Default 3.
-        limit_s: Begin no round that would end later than so many seconds from now. Default None: begin all of them.
-        least: How many rounds are measured even beyond the limit. Default 5.
-        tick: Called before each run.
-        clock: Makes the clock of one run.
-
-    Returns:
-        A timing for each routine, in the order of ``routines``.
+    disturbs all of them alike. ``warmup`` rounds (0 or more) run before those that are measured, to choose kernels and
+    take memory. Beyond ``least`` rounds none begins that would end later than ``limit_s`` seconds from now (None: no
+    limit). ``devices`` are those that the work runs on, ``tick`` is called before each run, and ``clock`` makes the
+    clock of one.
 
     Cost:
         ``warmup + 1 + rounds`` runs of each routine. The run after the warm-up measures the memory; on the CPU it runs
@@ -223,7 +213,7 @@ def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int:
 def profiled(activities: Iterable[ProfilerActivity], *, memory: bool = False) -> Generator[torch.profiler.profile]:
     """Run torch's profiler in the block, without its messages on stderr; ``memory`` has it record allocations too.
 
-    It reads its log level from the environment at its first start in a process. A level that the user has set stays.
+    It reads its log level from the environment at its first start in a process; one that the user has set stays.
     """
     users = QUIET in os.environ
     os.environ.setdefault(QUIET, MUTE)

@@ -16,9 +16,6 @@ LEFT_OUT = "left out"
 """In the place of a gradient: the engine could not be measured."""
 THINNED = "thinned"
 IN_EXPECTATION = "it selects nothing, and its gradient is that of all rows in expectation"
-NOTHING_SAVED = (
-    "fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows at any keep"
-)
 SHORT_S = 0.005
 """A plain step shorter than this is mostly calls of ops, each of which costs tens of microseconds at any size."""
 Key = tuple[str, float]
@@ -51,11 +48,11 @@ class Cost:
         return cls(engine, *seconds, *line([(point.kept, point.peak_bytes) for point in points]))
 
     def seconds(self, kept: float) -> float:
-        """Seconds of a step that keeps ``kept`` rows."""
+        """Of a step that keeps ``kept`` rows."""
         return self.fixed_s + self.per_row_s * kept
 
     def peak_bytes(self, kept: float) -> int:
-        """Peak of a step that keeps ``kept`` rows."""
+        """Of a step that keeps ``kept`` rows."""
         return round(self.fixed_bytes + self.per_row_bytes * kept)
 
 
@@ -78,11 +75,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PlainStep:
-    """The plain step over all rows.
-
-    ``seconds`` leaves out the optimizer's update, which takes ``update_s`` whatever the way; ``backward_s`` is a part
-    of ``seconds``.
-    """
+    """The plain step over all rows: ``seconds`` without the update, ``backward_s`` of them in the backward."""
 
     seconds: float
     backward_s: float
@@ -109,8 +102,8 @@ class Way:
             ``"thinned"``, the step of all rows after ``rowprop.thin(model, keep=keep)``.
         keep: The fraction asked for.
         kept: K: ``max(1, ceil(keep * N))``.
-        step_s: Seconds of a whole step with the optimizer's update, by which the choice is made: the mean of
-            ``predicted_s`` and ``measured_s``, whose errors are independent; without a measurement ``predicted_s``.
+        step_s: Seconds of a whole step with the update, by which the choice is made: the mean of ``predicted_s`` and
+            ``measured_s``, whose errors are independent; without a measurement ``predicted_s``.
         predicted_s: The seconds on the lines, which were laid through steps at other keeps.
         measured_s: The seconds measured at this keep; None where nobody measured.
         speedup: The plain step's seconds over ``step_s``.
@@ -118,8 +111,7 @@ class Way:
             (F + B + U) / (F + kB + U) with k = K/N. ``recompute`` can pass it: its first forward makes no graph.
         peak_bytes: The most that the step holds at once beyond the memory held before it.
         gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm may be projected over
-            the kept rows; or, in ways that are never chosen, ``"another"``, or for ``"thinned"`` ``"in expectation"``
-            that of all rows.
+            the kept rows; or, never chosen, ``"another"``, or for ``"thinned"`` ``"in expectation"`` that of all rows.
     """
 
     engine: str
@@ -146,8 +138,8 @@ class Plan:
     Attributes:
         num_rows: N.
         full_s: Seconds of the plain step over all rows, the update included.
-        full_bytes: Peak of the plain step.
-        phases_s: Seconds of the plain step by phase; empty where only totals are known.
+        full_bytes: Its peak.
+        phases_s: Its seconds by phase; empty where only totals are known.
         ways: Every way at every keep.
         choices: At each keep the way that the clock chooses, see :func:`make_plan`.
         break_even_keep: The keep below which the best way beats the plain step; 1 where it does at any, 0 at none.
@@ -231,18 +223,9 @@ def make_plan(
 
     At each keep the fastest way is chosen that has the gradient of plain indexing or of the policy asked for; of ways
     equally fast the first in ``costs``, but before all of them ``"masked"``, which costs the plain step and is added
-    here.
-
-    Args:
-        costs: The other ways.
-        plain: The plain step.
-        num_rows: N.
-        keeps: Fractions kept, at least one.
-        gradients: By engine the gradient, as in :class:`Way` or :data:`LEFT_OUT`, and why. Default None: all the same.
-        measured: Steps at the keeps asked for, which the lines have not seen. Their peaks replace the lines' peaks,
-            their seconds count half. Default None: no steps.
-        rounds: See :class:`Plan`.
-        spread: See :class:`Plan`.
+    here. ``gradients`` has by engine the gradient, as in :class:`Way` or :data:`LEFT_OUT`, and why (None: all the
+    same); ``measured`` the steps at the keeps asked for, which the lines have not seen: their peaks replace the lines'
+    peaks, their seconds count half. ``rounds`` and ``spread`` are those of :class:`Plan`.
     """
     gradients, measured = gradients or {}, measured or {}
     costs = [Cost("masked", plain.seconds, 0.0, plain.peak_bytes), *costs]
@@ -313,7 +296,8 @@ def _where_it_pays(plan: Plan) -> str:
     paying = sorted(way.keep for way in plan.choices if way.engine != "masked")
     if plan.break_even_keep == 0 and not paying:
         if plan.full_s >= SHORT_S:
-            return NOTHING_SAVED
+            listed = "the ops that run on all rows at any keep"
+            return f"fewer rows save nothing, so look at `rowprop verify`, which lists {listed}"
         return (
             "the model is too small for selecting to pay here, which is expected of a toy model: a step this short is "
             "mostly the fixed cost of calling ops, and fewer rows do not lower it"

@@ -33,7 +33,6 @@ ANCHORS = (1 / 16, 3 / 8, 15 / 16)
 ENOUGH = 3  # rounds; a further keep is measured only if so many rounds of all still fit
 WARMUP = 2  # rounds before those that count, if there is time for all of them
 Gradients = Mapping[str, tuple[str, str]]
-"""By engine how its gradient differs, and why, as :func:`make_plan` takes them."""
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": partial(torch.optim.SGD, lr=0.0),
     "momentum": partial(torch.optim.SGD, lr=0.0, momentum=0.9),
@@ -57,10 +56,10 @@ def plan(
     """Measure the cost of each way of selecting on your own model and batch, beside the limit; it changes nothing.
 
     Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at a few numbers of kept rows;
-    straight lines through the medians predict the others. The ways are ``sliced``; ``recompute``; and ``masked``, plain
-    indexing, which costs the plain step. A model in training mode that has blocks for :func:`rowprop.thin` also runs
-    ``thinned``: the step of all rows with this ``keep`` after every block. Each way then runs at the keeps asked for,
-    which the lines have not seen, as far as there is time. A way of another gradient than plain indexing's
+    straight lines through the medians predict the others. The ways are ``sliced``; ``recompute``; ``masked``, plain
+    indexing, which costs the plain step; and ``thinned``, for a model in training mode that has blocks for
+    :func:`rowprop.thin`: the step of all rows with this ``keep`` after every block. Each way then runs at the keeps
+    asked for, which the lines have not seen, as far as there is time. A way of another gradient than plain indexing's
     (``recompute`` with BatchNorm or dropout in training, ``thinned``) is listed, and never chosen.
 
     Args:
@@ -73,9 +72,9 @@ def plan(
             None for no update.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         rounds: How often each step is measured at most, 1 or more. Default 7.
-        seconds: The time that measuring may take, above 0. The plain step and each way at two numbers of kept rows are
-            measured at least once, however long that takes; then the first keep asked for, a third number of rows for
-            the lines, and the other keeps, each where three rounds of all still fit. Default 60.
+        seconds: The time that measuring may take, above 0; default 60. The plain step and each way at two numbers of
+            kept rows are measured at least once; then the first keep asked for, a third number of rows for the lines,
+            and the other keeps, each where three rounds of all still fit.
         tick: Called with a line on the work at hand and the fraction of all work done. Default None.
 
     Returns:
@@ -83,12 +82,11 @@ def plan(
 
     Raises:
         InvalidInput: An argument is out of its range; the losses do not fit (as in :class:`rowprop.SelectiveBackprop`).
-            Errors that ``losses_fn`` raises pass through.
+            Errors of ``losses_fn`` pass.
 
     Cost:
-        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them. About 13 plain
-        steps where one is longer than a tenth of ``seconds``. Parameters, gradients, buffers and random state are put
-        back.
+        About ``seconds``; less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them; about 13 plain
+        steps where one is longer than a tenth of it. Parameters, gradients, buffers and random state are put back.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -150,9 +148,9 @@ def _keeps(keep: object) -> list[float]:
 def second_forward(model: nn.Module, batch: Any, losses_fn: LossesFn, losses: Tensor) -> tuple[str, str] | None:
     """How the gradient of ``recompute`` differs, as :func:`make_plan` takes it; None where it is the same.
 
-    The last quarter of the rows runs by itself: the first rows would draw the same dropout masks as in their batch.
-    BatchNorm and random numbers are found as such, because they hardly change the losses of a model that has learned
-    nothing yet. ``losses`` are those of the whole batch, from the random state that this is called in.
+    The last quarter of the rows runs by itself: the first rows would draw the same dropout masks as in their batch,
+    whose ``losses`` are from the random state that this is called in. BatchNorm and random numbers are found as such,
+    because they hardly change the losses of a model that has learned nothing yet.
     """
     if rows_of(batch) is None:
         return LEFT_OUT, "rows cannot be taken of a batch of unknown make"
@@ -279,10 +277,10 @@ def _fitted(
 
 
 def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
-    """The seconds of each step in each round, corrected as if all rounds had been equally fast.
+    """The spread of each step over the rounds, as if all rounds had been equally fast.
 
-    Other work that lasts a whole round slows down all of its steps about equally: by the median, over the steps, of a
-    step's seconds over that step's median seconds.
+    Other work that lasts a whole round slows all of its steps about equally: by the median, over the steps, of a step's
+    seconds over that step's median seconds.
     """
     middles = [median(seconds) for seconds in steps]
     slowness = [median(s / m for s, m in zip(of_round, middles, strict=True)) for of_round in zip(*steps, strict=True)]

@@ -40,11 +40,11 @@ class Tally:
     Attributes:
         name: The op without ``aten::``, or the module's path. ``"losses_fn"`` stands for ops outside of any module,
             ``"parameters"`` for the adding up of gradients.
-        forward_s: Seconds, of the device where there is an accelerator, else of the CPU; so are ``backward_s``.
+        forward_s: Seconds, as all of the device where there is an accelerator, else of the CPU.
         share: Share of the step's time.
-        forward_calls: For a module, the calls of all ops in it; so are ``backward_calls``.
-        flops_per_s: FLOPs reached per second, forward and backward together.
-        bytes: Bytes read and written, each operand of each call once.
+        forward_calls: For a module, as all calls, those of all ops in it.
+        flops_per_s: Reached in forward and backward together.
+        bytes: Read and written, each operand of each call once.
         kind: A module's class; empty for an op.
     """
 
@@ -77,11 +77,11 @@ class Profile:
         modules: Every module without its children, slowest first.
         outside_share: Share of the step's time spent in no op: Python and autograd's own work, on the CPU.
         timing: Phases ``"forward"`` and ``"backward"`` without the profiler, and the peak memory.
-        forward_flops: Counted FLOPs of the forward.
-        backward_flops: Counted FLOPs of the backward.
+        forward_flops: Counted.
+        backward_flops: Counted.
         uncounted: Ops without a formula and their number of calls. Neither number of FLOPs includes them.
-        flops_per_s: FLOPs per second that the machine reaches in a large matrix product.
-        bytes_per_s: Bytes per second that it reaches in a large copy, read and written.
+        flops_per_s: What the machine reaches in a large matrix product.
+        bytes_per_s: What it reaches in a large copy, read and written.
         device: The model's device.
     """
 
@@ -127,8 +127,8 @@ def profile(
 ) -> Profile:
     """Find where the time of a plain training step goes, forward and backward, and why it is slow.
 
-    torch's profiler gives the time. FLOPs and bytes are counted from the ops that really run. The ratio of backward to
-    forward is measured while neither runs. ``docs/profile.md`` says when something is a finding, and why.
+    torch's profiler gives the time, a count of the ops that really run FLOPs and bytes; the ratio of backward to
+    forward is measured without either. ``docs/profile.md`` says when something is a finding, and why.
 
     Args:
         model: The model, profiled in the modes it is in.
@@ -141,7 +141,7 @@ def profile(
 
     Raises:
         InvalidInput: An argument is out of its range, the losses have no graph, or ``trace`` cannot be written. Errors
-            of ``losses_fn`` are passed on.
+            of ``losses_fn`` pass.
 
     Cost:
         ``rounds + 13`` steps and a forward; the profiler and the count slow some of them. Parameters, buffers,
@@ -244,17 +244,13 @@ def _custom_functions(loss: Tensor) -> dict[str, str]:
 
 
 def _reached(model: nn.Module, fast: list[torch.device]) -> tuple[float, float]:
-    """FLOPs/s of a large matrix product in the model's widest dtype, and bytes/s of a large copy.
-
-    They run on the first of the accelerators ``fast``, else on the CPU.
-    """
+    """FLOPs/s of a large product in the widest dtype of the model, bytes/s of a large copy; on ``fast[0]``, if any."""
     device = fast[0] if fast else torch.device("cpu")
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point} or {torch.float32}
     width, length = (4096, 2**26) if fast else (512, 2**22)
     a = torch.ones(width, width, device=device, dtype=max(dtypes, key=lambda dtype: dtype.itemsize))
     x = torch.ones(length, device=device)
     y = torch.empty_like(x)
-
     found = measure(
         {"product": lambda done: (torch.mm(a, a), done("all")), "copy": lambda done: (y.copy_(x), done("all"))},
         devices=[device],

@@ -37,8 +37,8 @@ class Variant:
     """A variant of a training step, to be measured.
 
     Attributes:
-        engine: ``"full"`` (default) is the plain step on all rows. ``"sliced"``, ``"recompute"`` and ``"masked"`` train
-            on the rows that :class:`rowprop.TopK` keeps. ``"thinned"`` is the plain step after :func:`rowprop.thin`.
+        engine: ``"full"`` (default) is the plain step on all rows; ``"sliced"``, ``"recompute"`` and ``"masked"`` train
+            on the rows that :class:`rowprop.TopK` keeps; ``"thinned"`` is the plain step after :func:`rowprop.thin`.
         keep: Fraction of rows kept, in (0, 1]; under ``"thinned"`` after every block. Default 1, as for ``"full"``.
     """
 
@@ -67,15 +67,11 @@ def measure_step(
 ) -> dict[Variant, Timing]:
     """Measure whole training steps, several variants side by side; see :func:`rowprop.cost.measure.measure`.
 
-    The phases of a step, whose seconds are in the :class:`~rowprop.cost.measure.Timing` of each variant, are
-
-    * ``"score"``: the forward without a graph of ``recompute``, with buffers and random state put back;
-    * ``"forward"``: the forward that makes the graph, under ``recompute`` of the kept rows, else of all;
-    * ``"select"``: from scores to rows; the full step has no such phase;
-    * ``"backward"``;
-    * ``"update"``: the optimizer's step, and dropping the gradients; only with ``optimizer``.
-
-    The full and the thinned step are plain loops, every other one a call of :class:`rowprop.SelectiveBackprop`.
+    The phases in the :class:`~rowprop.cost.measure.Timing` of each variant are ``"score"``, the forward without a graph
+    of ``recompute``, with buffers and random state put back; ``"forward"``, which makes the graph, under ``recompute``
+    of the kept rows, else of all; ``"select"``, from scores to rows, not in the full step; ``"backward"``; and, with
+    ``optimizer``, ``"update"``: its step, and dropping the gradients. The full and the thinned step are plain loops,
+    every other one a call of :class:`rowprop.SelectiveBackprop`.
 
     Args:
         model: The model, measured in the modes it is in.
@@ -91,8 +87,8 @@ def measure_step(
         tick: Called before each step.
 
     Raises:
-        InvalidInput: A variant or a count is out of its range, or the losses have no graph. Errors that ``losses_fn``
-            raises pass through.
+        InvalidInput: A variant or a count is out of its range, or the losses have no graph. Errors of ``losses_fn``
+            pass.
 
     Cost:
         ``warmup + 1 + rounds`` steps of each variant; a copy of parameters and buffers. Parameters, buffers, gradients,

@@ -24,10 +24,9 @@ RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}
 
 
 class Frame(NamedTuple):
-    """Where in a step an event is.
+    """Where in a step an event is; ``function`` is the custom function whose forward runs, by its backward node.
 
-    ``function`` is the custom function whose forward runs, by its backward node; ``inside`` has the ops that the op
-    called, from the outermost to the event.
+    ``inside`` has the ops that the op called, from the outermost to the event.
     """
 
     direction: Direction
@@ -41,9 +40,9 @@ class Frame(NamedTuple):
 class Trace:
     """The ops and backward nodes of a step, with their times: the device's with ``accelerator``, else the CPU's.
 
-    Several like steps are read. Each frame counts with the step in which it took least, without the frames inside it:
-    other work of a machine only adds time, and does not hit the same place in every step. All other times are sums of
-    these. Calls, and the host's time, are those of the first step. ``functions`` has the names of custom
+    Of several like steps each frame counts with the one in which it took least, without the frames inside it: other
+    work of a machine only adds time, and does not hit the same place in every step. All other times are sums of these.
+    Calls, and the host's time, are those of the first step. ``functions`` has the names of custom
     ``autograd.Function``s by that of their backward node, ``uncounted`` the calls of ops without a formula.
     """
 
@@ -90,11 +89,10 @@ class Trace:
         steps: list[dict[Frame, float]] = []
         for begin, end in zip(begins, ends, strict=True):
             own_s: dict[Frame, float] = {}
-            for event in (e for e in roots if begin <= e.time_range.start < end):
-                # The backward of an accelerator runs on a thread of its own.
-                if event.name.startswith((MARK, ENGINE)):
-                    direction = "forward" if event.name == MARK + "forward" else "backward"
-                    self._walk(event, Frame(direction), own_s, first=not steps)
+            # The backward of an accelerator runs on a thread of its own.
+            for event in (e for e in roots if begin <= e.time_range.start < end and e.name.startswith((MARK, ENGINE))):
+                direction = "forward" if event.name == MARK + "forward" else "backward"
+                self._walk(event, Frame(direction), own_s, first=not steps)
             steps.append(own_s)
         for frame in steps[0]:
             self._spend(frame, min(own_s.get(frame, math.inf) for own_s in steps))
@@ -121,7 +119,7 @@ class Trace:
             frame = frame._replace(module=name.removeprefix(MODULE))
         elif name.startswith(ENGINE):
             name = name.removeprefix(ENGINE)
-            module = GRADIENTS if name == ACCUMULATE else self.modules.of_number(event.sequence_nr)
+            module = GRADIENTS if name == ACCUMULATE else self.modules.of(event.sequence_nr)
             frame = frame._replace(module=module, node=name)
             called = self._node(name, module).ran
         elif name in self._dispatched:

@@ -78,9 +78,9 @@ def around_forwards(model: nn.Module, block: Callable[[str], AbstractContextMana
 class Modules:
     """Knows the module that an op of the forward, or a backward node, belongs to.
 
-    Autograd numbers backward nodes in the order in which the forward makes them: those between the numbers at which
-    :meth:`tracked` sees a module's forward begin and end are the module's. ``kinds`` has each module's class by its
-    path, and an empty text for :data:`OUTSIDE`.
+    Autograd numbers backward nodes as the forward makes them: those between the numbers at which :meth:`tracked` sees a
+    module's forward begin and end are the module's. ``kinds`` has the classes by path, an empty one for
+    :data:`OUTSIDE`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,11 +96,8 @@ class Modules:
         return self._open[-1]
 
     def of(self, node: Any) -> str:
-        """Path of the innermost module whose forward made the backward node."""
-        return self.of_number(-1 if node is None else node._sequence_nr())
-
-    def of_number(self, number: int) -> str:
-        """As :meth:`of`, for the node of that number."""
+        """Path of the innermost module whose forward made the backward node, or the node of that number."""
+        number = -1 if node is None else node if isinstance(node, int) else node._sequence_nr()
         inside = [(begin, -end, path) for begin, end, path in self._spans if begin <= number < end]
         return max(inside)[2] if inside else OUTSIDE
 
@@ -124,7 +121,7 @@ class DensifiedAt:
         op: The aten op, or the kind of code that met the gradient.
         module: Path of the module whose forward made the backward node; ``"losses_fn"`` where no module's forward did.
         node: The backward node.
-        calls: How often the gradient went back to all rows there.
+        calls: How often it happened there.
         reason: Why; of several reasons the last.
         time_share: Share of the backward's time in these nodes and all upstream of them, which run at full size because
             of this place. Shares of different places overlap; others that read the same gradient are not counted.
@@ -174,9 +171,8 @@ class Locator(Report):
     def places(self) -> list[DensifiedAt]:
         """The places found, largest share of time first."""
         places: list[DensifiedAt] = []
-        total_s = sum(self.node_s.values())
-        for (op, module, node_name), calls in self.found.items():
+        for key, calls in self.found.items():
             upstream = set[Any]().union(*(graph(node) for node, _ in calls if node is not None))
-            share = sum(self.node_s.get(node, 0.0) for node in upstream) / total_s
-            places.append(DensifiedAt(op, module, node_name, len(calls), calls[-1][1], share))
+            share = sum(self.node_s.get(node, 0.0) for node in upstream) / sum(self.node_s.values())
+            places.append(DensifiedAt(*key, len(calls), calls[-1][1], share))
         return sorted(places, key=lambda place: -place.time_share)
