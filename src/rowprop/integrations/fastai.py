@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -81,7 +82,8 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         # The lock is held in a validation outside of a fit, whose results stay as they are.
         count = 0 if self._classes_fn is None else getattr(learn.dls, "c", None) or 0
         names = ["loss_all", "loss_kept", "kept", *(f"kept/{number}" for number in range(count))]
-        learn.metrics = _others(learn.metrics) + [_Mean(self, name) for name in names if not learn.lock.locked()]
+        columns = [_Mean(partial(self.mean_of, name), name) for name in names if not learn.lock.locked()]
+        learn.metrics = _others(learn.metrics) + columns
 
     def before_train(self) -> None:
         """Begin the means of an epoch."""
@@ -180,19 +182,8 @@ class BatchLossFilter(SelectiveBackpropCallback):
         super().__init__(selector, **settings)
 
 
-class _Mean(_learner.Metric):
+class _Mean(_learner.ValueMetric):
     """One of the numbers, as a column of the table."""
-
-    def __init__(self, callback: SelectiveBackpropCallback, name: str) -> None:
-        self._callback, self._name = callback, name
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def value(self) -> Any:
-        return self._callback.mean_of(self._name)
 
 
 def _others(metrics: Any) -> list[Any]:
