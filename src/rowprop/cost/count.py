@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +17,6 @@ from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_choice, check_losses_fn, check_tick
 from rowprop.cost.flops import counting
-from rowprop.cost.formulas import formula_of
 from rowprop.cost.measure import Tick, ignored
 from rowprop.cost.where import Modules, check_graph, current_node, next_number
 from rowprop.errors import InvalidInput
@@ -204,14 +202,13 @@ class _StepCounter:
             self._follow_forward(func, inputs, out)
             part: Part = "forward" if node is None else "backward_recomputed"
             self._add(self.modules.current, part, name, sum(flops))
-        elif _leaf(node) is not None:
+        elif hasattr(node, "variable"):  # it adds up the gradient of this leaf
             self._add(self.modules.of(node), "backward_input", name, sum(flops))
         else:
             if node not in self._running:
                 self._running[node] = _Running()
                 self.hooks.callback(node.register_hook(partial(self._finish, node)).remove)
-            product = formula_of(getattr(func, "_overloadpacket", func)) is not None
-            self._running[node].ran(name, flops, inputs, out, product=product)
+            self._running[node].ran(name, flops, inputs, out)
 
     def _add(self, module: str, part: Part, op: str, flops: int) -> None:
         for by_op in (self.by_op, self.by_module.setdefault(module, {})) if flops else ():
@@ -239,15 +236,16 @@ class _StepCounter:
         for grad, (upstream, _) in zip(grads, node.next_functions, strict=False):
             if grad is not None and upstream is not None:
                 (to_weights if self._is_weight(upstream) else to_inputs).add(_memory(grad))
-        module = self.modules.of(node)
-        for name, flops, for_weights in self._running.pop(node).split(to_weights, to_inputs):
-            self._add(module, "backward_weight" if for_weights else "backward_input", name, flops)
+        module, running = self.modules.of(node), self._running.pop(node)
+        # An op is for weights whose result went to them alone, with no product in between.
+        for_weights = running.of(to_weights) - running.of(to_inputs) - running.read
+        for place, (name, flops) in enumerate(running.ops):
+            self._add(module, "backward_weight" if place in for_weights else "backward_input", name, flops)
 
     def _is_weight(self, node: Any) -> bool:
         """Whether a node's forward result is a parameter, or is computed from parameters and buffers alone."""
-        leaf = _leaf(node)
-        if leaf is not None:
-            return leaf in self._leaves
+        if hasattr(node, "variable"):
+            return node.variable in self._leaves
         if isinstance(node, BackwardCFunction):  # a custom function, whose first op may not read all of its inputs
             upstream = [u for u, _ in cast(Any, node).next_functions]
             return all(u is not None and self._is_weight(u) for u in upstream)
@@ -263,10 +261,10 @@ class _Running:
         self.sources: dict[int, set[int]] = {}  # by a tensor's memory: places of the ops that it was computed by
         self.held: list[Any] = []  # keeps tensors alive, so that no other tensor gets their memory
 
-    def ran(self, name: str, flops: tuple[int, ...], inputs: Any, out: Any, *, product: bool) -> None:
+    def ran(self, name: str, flops: tuple[int, ...], inputs: Any, out: Any) -> None:
         """Note an op with its FLOPs: one number for each output, or one for all."""
-        before = self._of(_memories(inputs))
-        if product:
+        before = self.of(_memories(inputs))
+        if any(flops):
             self.read |= before
         self.held.append(out)
         for place, output in enumerate(list(out) if len(flops) > 1 else [out]):
@@ -277,13 +275,8 @@ class _Running:
             for memory in _memories(output):
                 self.sources[memory] = self.sources.get(memory, set()) | mine
 
-    def split(self, to_weights: set[int], to_inputs: set[int]) -> Generator[tuple[str, int, bool]]:
-        """Each op with its FLOPs, and whether they were for weights only, with no product after them."""
-        weights = self._of(to_weights) - self._of(to_inputs) - self.read
-        for place, (name, flops) in enumerate(self.ops):
-            yield name, flops, place in weights
-
-    def _of(self, memories: set[int]) -> set[int]:
+    def of(self, memories: set[int]) -> set[int]:
+        """Places of the ops that the tensors in these memories were computed by."""
         return set[int]().union(*(self.sources.get(memory, set()) for memory in memories))
 
 
@@ -301,8 +294,3 @@ def _memory(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
     except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper without memory of its own
         return id(tensor)
-
-
-def _leaf(node: Any) -> Any:
-    """The leaf tensor whose gradient the node accumulates; None for any other node."""
-    return getattr(node, "variable", None)

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from rowprop.checks import check_tick, check_trainable, check_whole, wrong
 from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Finding, Node, Observed, Op, diagnose, grouped
-from rowprop.cost.flops import counting
-from rowprop.cost.formulas import is_view
+from rowprop.cost.flops import counting, is_view
 from rowprop.cost.measure import Tick, Timing, accelerators, ignored, measure, profiled
 from rowprop.cost.timing import Variant, measure_step
 from rowprop.cost.where import OUTSIDE, Modules, around_forwards, current_node, graph

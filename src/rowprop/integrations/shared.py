@@ -27,10 +27,8 @@ from rowprop.step.selective import SelectiveBackprop
 
 IGNORED = -100
 """The label of a token that does not count."""
-
 ClassesFn = Callable[[Any], Tensor]
 """A function of the batch that returns the class of each row, (N,), int64."""
-
 Numbers = dict[str, Tensor | float]
 """What a framework's logger takes: losses are 0-d tensors, which the host has not read."""
 
@@ -50,9 +48,6 @@ def module_of(package: str, name: str = "", *, least: str = "", install: str | N
 
 def _number(version: str) -> list[int]:
     return [int(part) for part in version.split(".")[:2]]
-
-
-# --- the step of a training -------------------------------------------------------------------------------------------
 
 
 class Selects:
@@ -166,13 +161,10 @@ class Replaced:
         self._own, self._before = {}, {}
 
 
-# --- numbers to log ---------------------------------------------------------------------------------------------------
-
-
 def numbers_of(record: Record, classes: Tensor | None = None, counted: Tensor | None = None) -> Numbers:
     """The numbers to log in each step; with ``classes`` of the rows ``(N,)`` also the kept share of each, on the host.
 
-    Of tokens, the class is that of their row, and those ``counted`` count.
+    A token's class is its row's, and those ``counted`` count.
     """
     kept_share = record.num_kept / max(1, record.num_rows)
     numbers: Numbers = {"loss_all": record.loss_all, "loss_kept": record.loss_kept, "kept": kept_share}
@@ -215,9 +207,6 @@ class Means:
         return {name: float(self.of(name)) for name in self.sums}
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
     """On the first rank, which writes the checkpoint, the states of all ranks; elsewhere the rank's own."""
     if process_group(None) is None:
@@ -233,15 +222,12 @@ def own_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return states[rank if rank < len(states) else 0]
 
 
-# --- transformers' Trainer, and those of TRL --------------------------------------------------------------------------
-
-
 def with_state(
     trainer: Any, save: Callable[[], Mapping[str, Any]], load: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """What stands for a Trainer's methods of these names, so that its checkpoints hold a state of each process.
 
-    A process that had not saved one gets the first one's; where none had, ``load`` is not called.
+    A process without one gets the first one's; where none had one, ``load`` is not called.
     """
     rank: int = trainer.args.process_index
     own_save, own_load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler

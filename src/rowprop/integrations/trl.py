@@ -98,11 +98,11 @@ def select_answers(
 
     Answers whose advantage is exactly 0 (groups that are all right or all wrong), and answers none of whose tokens
     count, leave before the forward of the update; those clipped in all their tokens before the backward below TRL's
-    head. The loss stays TRL's own, over all answers, and so does its gradient. Each micro-batch still has one forward
-    and one backward on each process; one without an answer left runs two tokens.
+    head. Loss and gradient stay TRL's own, over all answers. Each micro-batch still has one forward and one backward on
+    each process; one without an answer left runs two tokens.
 
     All metrics stay TRL's, but ``entropy`` is the mean over the tokens that went through the forward, and in
-    ``vespo/phi_seq_mean`` the other answers count as if the policy had not moved. Also logged, over all processes, are
+    ``vespo/phi_seq_mean`` the other answers count as if the policy had not moved. Also logged, over all processes:
     ``forwarded`` and ``kept``, the shares of the answers that the forward and the backward ran for.
 
     Args:
@@ -120,7 +120,7 @@ def select_answers(
         MissingExtra: TRL is not installed, or is older than 1.16.
         InvalidInput: ``trainer`` is no GRPOTrainer or selects already, or ``selector`` is none.
         UnsupportedOperation: A term of the loss reaches answers without advantage (``beta``, an entropy bonus, a
-            quantile of the entropies, a router's loss, a loss of a subclass), or the setting is not checked: images,
+            quantile of the entropies, a router's loss, a loss of a subclass), or a setting was not checked: images,
             DeepSpeed, tensor, context or sequence parallelism.
 
     Cost:
@@ -145,33 +145,30 @@ def select_answers(
         raise InvalidInput("select_answers got advantages='kept' without a selector; give one, or leave it out.")
     if selector is not None:
         check_selector("select_answers", selector)
-    reaching = {  # answers without advantage
+    unchecked, each_alone = "which was not checked", trainer.multi_objective_aggregation != "sum_then_normalize"
+    unfit = {  # what may give answers without advantage a gradient
         f"beta={trainer.beta}, a divergence from the reference": trainer.beta != 0.0,
         "an entropy bonus": trainer._entropy_bonus_enabled,
         f"top_entropy_quantile={trainer.top_entropy_quantile}, of all tokens": trainer.top_entropy_quantile < 1.0,
         "a loss of the experts' router": trainer.aux_loss_enabled,
         "a loss of its own in a subclass": type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss,
-        f"loss_type={trainer.loss_type!r}, which was not checked": trainer.loss_type not in _CHECKED,
+        f"loss_type={trainer.loss_type!r}, {unchecked}": trainer.loss_type not in _CHECKED,
+        f"DeepSpeed, or tensor, context or sequence parallelism, {unchecked}": shared.splits_rows(trainer),
+        f"a model of images, {unchecked}": trainer._is_vlm,
+        f"rewards normalised each by itself and advantages='kept', {unchecked}": each_alone and advantages == "kept",
     }
-    for term in (term for term, there in reaching.items() if there):
+    for term in (term for term, there in unfit.items() if there):
         needed = "answers without advantage were needed that have no gradient"
-        remedy = "train without that term, or without select_answers."
+        remedy = "train without it, or without select_answers."
         raise UnsupportedOperation(f"select_answers got a trainer with {term}, but {needed}; {remedy}")
-    aggregated = advantages == "kept" and trainer.multi_objective_aggregation != "sum_then_normalize"
-    if shared.splits_rows(trainer) or trainer._is_vlm or aggregated:
-        raise UnsupportedOperation(
-            "select_answers got a trainer with DeepSpeed, a model of images, tensor, context or sequence parallelism, "
-            "or advantages='kept' where each reward is normalised for itself, none of which was checked; train "
-            "without it, or without select_answers."
-        )
     return SelectedAnswers(trainer, selector, advantages)
 
 
 def pods(trainer: Any, *, keep: Keep = 0.25) -> SelectedAnswers:
     """Have a GRPOTrainer train by PODS: on the answers to each prompt whose rewards have the largest variance.
 
-    Advantages are normalised within the kept answers. Errors and the handle are those of :func:`select_answers`; in
-    training, one answer to each prompt is refused.
+    Advantages are normalised within the kept answers; errors and the handle are those of :func:`select_answers`. One
+    answer to each prompt is refused in training.
 
     Args:
         trainer: As for :func:`select_answers`.
@@ -231,9 +228,8 @@ class SelectedAnswers:
             "_get_per_token_logps_and_entropies": self._logps_and_entropies,
         }
         if selector is not None:
-            replaced["_calculate_rewards"] = self._calculate_rewards
-            replaced["_generate_and_score_completions"] = self._generate
-            replaced |= shared.with_state(trainer, self._state, self._resume)
+            own = {"_calculate_rewards": self._calculate_rewards, "_generate_and_score_completions": self._generate}
+            replaced |= own | shared.with_state(trainer, self._state, self._resume)
         self._own = shared.Replaced(trainer, replaced)
 
     def remove(self) -> None:
