@@ -56,8 +56,8 @@ class Selects:
     step: SelectiveBackprop | None = None
     record: Record | None = None
     _loaded: Mapping[str, Any] | None = None  # a state for the step that is made next
-    _framework = "the framework"
-    _accumulation = "its own accumulation"  # what accumulates gradients there
+    _framework: str
+    _accumulation: str  # what accumulates gradients there
     _ids = True  # whether its batches may carry ids of rows
 
     def __init__(
@@ -85,8 +85,7 @@ class Selects:
 
     def _make_step(self, model: Any, losses_fn: LossesFn, *, several: bool = False, **unit: Any) -> SelectiveBackprop:
         """Make the step of a training, in the state that was loaded; of several ranks each selects its own rows."""
-        default: dict[str, Any] = {"ranks": Local()} if several else {}
-        settings = default | self._settings | unit
+        settings: dict[str, Any] = ({"ranks": Local()} if several else {}) | self._settings | unit
         step = SelectiveBackprop(model, losses_of_rows(losses_fn, settings), self._selector, **settings)
         if self._loaded is not None:
             step.load_state_dict(self._loaded)

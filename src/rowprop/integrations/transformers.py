@@ -35,8 +35,8 @@ def select(
     """Have a Trainer train on the rows or tokens that a selector keeps: one line between making it and training.
 
     In training, ``compute_loss`` is replaced on this trainer. An update's gradient is that of the mean over all kept
-    rows (tokens) of its micro-batches on all processes; with weights that refer to the mean over all rows, such as
-    those of unbiased selectors, to that of all rows of the update. The Trainer's division by accumulation steps or by
+    rows (tokens) of its micro-batches on all processes; with weights that refer to the mean over all rows, as those of
+    unbiased selectors, of all rows of the update. The Trainer's division by accumulation steps or by
     ``num_items_in_batch`` has no part in it.
 
     The Trainer logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``: means since the last log, over all
@@ -95,7 +95,7 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
     def __init__(self, trainer: Any, selector: Selector, losses_fn: LossesFn | None, **arguments: Any) -> None:
         super().__init__(selector, losses_fn, **arguments)
         self._trainer = trainer
-        self._begin()
+        self.on_train_begin()
         replaced: dict[str, Any] = {
             "compute_loss": self._compute_loss,
             "training_step": self._training_step,
@@ -112,11 +112,8 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
         if self in self._trainer.callback_handler.callbacks:
             self._trainer.remove_callback(self)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Begin a training, or go on from its checkpoint."""
-        self._begin()
-
-    def _begin(self) -> None:
         trainer = self._trainer
         self._shifted = _SHIFTED.get(_loss_name(trainer) or "", False)
         losses_fn, self._unit = self._losses_fn, self._settings.get("unit", "row")
@@ -213,9 +210,6 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
         self._own["log"](logs, *args, **kwargs)
 
 
-# --- the losses of a model ------------------------------------------------------------------------------------------
-
-
 def _loss_name(trainer: Any) -> str | None:
     """The name of the function that computes the loss of the model; None where transformers has none."""
     mapping = shared.module_of("transformers", "loss.loss_utils").LOSS_MAPPING
@@ -225,30 +219,26 @@ def _loss_name(trainer: Any) -> str | None:
 
 def _own_losses(trainer: Any, unit: Unit | None) -> tuple[LossesFn, Unit]:
     """The losses that the trainer's own training takes the mean of, and what they are losses of."""
-    model, name = shared.unwrapped(trainer), _loss_name(trainer)
-    config = getattr(model, "config", None)
-    if (owner := _owner_of_loss(trainer)) is not None:
-        reason = f"{owner} has a compute_loss of its own, in whose place select would stand"
-    elif trainer.compute_loss_func is not None:
-        reason = "the trainer has a compute_loss_func, which returns one number"
-    elif "_loss_function" in vars(model):
-        reason = f"{type(model).__name__} was given a loss_function, which returns one number"
-    elif name != "ForSequenceClassificationLoss" and name not in _SHIFTED:
-        reason = f"{type(model).__name__} has a loss of another kind than classes or tokens"
-    elif getattr(config, "is_encoder_decoder", False):
-        reason = f"{type(model).__name__} makes its decoder's inputs of the labels"
-    elif getattr(config, "output_router_logits", False):
-        reason = f"the loss of {type(model).__name__} has a term of its router's"
-    else:
-        smoothing = trainer.args.label_smoothing_factor
-        if name not in _SHIFTED:
-            return partial(_class_losses, config, smoothing), unit or "row"
-        losses = partial(_token_losses, _SHIFTED[name], smoothing)
-        return (partial(_of_rows, losses, _SHIFTED[name]) if unit == "row" else losses), unit or "token"
-    raise InvalidInput(
-        f"{reason}, but losses of rows or tokens were needed; give select(trainer, selector, losses_fn=...), a "
-        "function of the model and the inputs that returns them."
-    )
+    model, name, owner = shared.unwrapped(trainer), _loss_name(trainer), _owner_of_loss(trainer)
+    config, kind, classes = getattr(model, "config", None), type(model).__name__, "ForSequenceClassificationLoss"
+    reasons = {
+        f"{owner} has a compute_loss of its own, in whose place select would stand": owner is not None,
+        "the trainer has a compute_loss_func, which returns one number": trainer.compute_loss_func is not None,
+        f"{kind} was given a loss_function, which returns one number": "_loss_function" in vars(model),
+        f"{kind} has a loss of another kind than classes or tokens": name != classes and name not in _SHIFTED,
+        f"{kind} makes its decoder's inputs of the labels": getattr(config, "is_encoder_decoder", False),
+        f"the loss of {kind} has a term of its router's": getattr(config, "output_router_logits", False),
+    }
+    for reason in (reason for reason, there in reasons.items() if there):
+        raise InvalidInput(
+            f"{reason}, but losses of rows or tokens were needed; give select(trainer, selector, losses_fn=...), a "
+            "function of the model and the inputs that returns them."
+        )
+    smoothing = trainer.args.label_smoothing_factor
+    if name not in _SHIFTED:
+        return partial(_class_losses, config, smoothing), unit or "row"
+    losses = partial(_token_losses, _SHIFTED[name], smoothing)
+    return (partial(_of_rows, losses, _SHIFTED[name]) if unit == "row" else losses), unit or "token"
 
 
 def _owner_of_loss(trainer: Any) -> str | None:

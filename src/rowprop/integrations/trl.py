@@ -79,11 +79,8 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
     model.forward = types.MethodType(forward, model)
 
 
-# --- GRPOTrainer ------------------------------------------------------------------------------------------------------
-
 _CHECKED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 """The loss types in which an answer without advantage has no gradient, and in which the advantage is a factor."""
-
 _ROWWISE = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch",
     "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", "tool_mask",
