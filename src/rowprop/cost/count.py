@@ -6,7 +6,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from rowprop.scoring import LossesFn, losses_of
 from rowprop.selection.common import check_fraction, count_kept
 from rowprop.state import backward_undone
 
-Part = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]
-PARTS: tuple[Part, ...] = ("forward", "backward_input", "backward_weight", "backward_recomputed")
+PARTS = ("forward", "backward_input", "backward_weight", "backward_recomputed")
 ByOp = dict[str, dict[str, int]]
 """FLOPs by part and op; a part or an op without any is left out."""
 UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
@@ -176,8 +175,7 @@ def _figures(by_op: ByOp) -> dict[str, Any]:
 class _StepCounter:
     """Adds up FLOPs by part, module and op.
 
-    The forward says which tensors, and the backward nodes of which ops, come from parameters and buffers alone, the
-    backward which op's result went into which of its node's gradients.
+    It follows which tensors, and the backward nodes of which ops, come from parameters and buffers alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -200,7 +198,7 @@ class _StepCounter:
         node = current_node()
         if node is None or torch.is_grad_enabled():
             self._follow_forward(func, inputs, out)
-            part: Part = "forward" if node is None else "backward_recomputed"
+            part = "forward" if node is None else "backward_recomputed"
             self._add(self.modules.current, part, name, sum(flops))
         elif hasattr(node, "variable"):  # it adds up the gradient of this leaf
             self._add(self.modules.of(node), "backward_input", name, sum(flops))
@@ -210,7 +208,7 @@ class _StepCounter:
                 self.hooks.callback(node.register_hook(partial(self._finish, node)).remove)
             self._running[node].ran(name, flops, inputs, out)
 
-    def _add(self, module: str, part: Part, op: str, flops: int) -> None:
+    def _add(self, module: str, part: str, op: str, flops: int) -> None:
         for by_op in (self.by_op, self.by_module.setdefault(module, {})) if flops else ():
             ops = by_op.setdefault(part, {})
             ops[op] = ops.get(op, 0) + flops
@@ -281,7 +279,6 @@ class _Running:
 
 
 def _memories(tree: Any) -> set[int]:
-    """Of all tensors in it."""
     return {_memory(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 

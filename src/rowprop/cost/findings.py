@@ -125,7 +125,7 @@ class Finding:
     Attributes:
         kind: A key of :data:`SENTENCES`.
         where: The op or function, and the module.
-        share: Share of the step's time that it explains, up to 1. Shares of different findings may overlap.
+        share: Of the step's time that it explains, up to 1; shares of different findings may overlap.
         figures: The names and numbers of its sentence.
     """
 
@@ -347,7 +347,6 @@ def _ratio(seen: Observed) -> Iterator[Finding]:
 
 
 def _ops_of(seen: Observed, node: Node) -> list[Op]:
-    """The ops that a backward node ran."""
     return [op for op in seen.timed if op.module == node.module and op.node == node.name]
 
 

@@ -25,8 +25,7 @@ from rowprop.backprop.rowgrad import RowGrad
 Ran = Callable[[str, tuple[int, ...] | None, Any, Any, Any], None]
 """Called after an op: with its name without ``aten``, its FLOPs, the op, its inputs and what it returned.
 
-The FLOPs are one number for each output of an op that makes several gradients, else one for all outputs; None where no
-formula is known.
+The FLOPs are one number for each output of an op that makes several gradients, else one for all; None if unknown.
 """
 
 
@@ -36,8 +35,8 @@ class Flops:
 
     Attributes:
         by_op: FLOPs of each op, by its name (``mm``, ``convolution_backward``).
-        uncounted: Ops that ran without a known formula, with the number of calls; **not** in the total. Light ops are
-            not listed: of a few FLOPs per element (elementwise, reductions, softmax, norms, pooling, losses, random
+        uncounted: Ops without a known formula, with the number of calls; **not** in the total. Light ops are not
+            listed: of a few FLOPs per element (elementwise, reductions, softmax, norms, pooling, losses, random
             numbers) or of none (views, copies, indexing, sorting).
     """
 
@@ -122,9 +121,7 @@ class _Counter(TorchDispatchMode):
 
 
 Formula = Callable[..., "int | tuple[int, ...]"]
-"""Takes the op's arguments and its result as ``out_val``. Returns the op's FLOPs or, for an op that makes several
-gradients, the FLOPs of each output."""
-
+"""From the op's arguments, and its result as ``out_val``, to its FLOPs, of each output where these are gradients."""
 _aten = torch.ops.aten
 
 

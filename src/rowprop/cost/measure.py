@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -154,15 +155,11 @@ def measure(
         )
     devices, names = list(devices), list(routines)
     taken: dict[Name, list[dict[str, float]]] = {name: [] for name in names}
-    begun_s = time.perf_counter()
-    run = 0
+    begun_s, runs = time.perf_counter(), itertools.count()
 
     def tell(line: str) -> None:
-        nonlocal run
-        if tick is not None:
-            passed = 0.0 if not limit_s else (time.perf_counter() - begun_s) / limit_s
-            tick(line, min(1.0, max(passed, run / (len(names) * (warmup + 1 + rounds)))))
-        run += 1
+        passed = (time.perf_counter() - begun_s) / limit_s if limit_s else 0.0
+        (tick or ignored)(line, min(1.0, max(passed, next(runs) / (len(names) * (warmup + 1 + rounds)))))
 
     def one_round(number: int, line: str) -> None:
         turn = number % len(names)
@@ -170,9 +167,7 @@ def measure(
             tell(line)
             running = clock(devices)
             routines[name](running.done)
-            phases_s = running.phases_s()
-            if number >= warmup:
-                taken[name].append(phases_s)
+            taken[name].append(running.phases_s())
 
     for number in range(warmup):
         one_round(number, "warming up")
@@ -187,7 +182,7 @@ def measure(
             break
         one_round(warmup + number, f"round {number + 1} of at most {rounds}")
         longest_s = max(longest_s, time.perf_counter() - round_begun_s)
-    return {name: Timing(tuple(taken[name]), peaks[name]) for name in names}
+    return {name: Timing(tuple(taken[name][warmup:]), peaks[name]) for name in names}
 
 
 def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int:

@@ -257,7 +257,6 @@ def make_plan(
 
 
 def _break_even(cost: Cost, full_s: float, num_rows: int) -> float:
-    """The keep at which a way takes as long as the plain step."""
     if cost.fixed_s >= full_s:
         return 0.0
     if cost.seconds(num_rows) <= full_s:
@@ -271,7 +270,6 @@ def milliseconds(seconds: float) -> str:
 
 
 def _clauses(plan: Plan) -> Iterator[str]:
-    """The clauses of a plan's reason."""
     choice, plain = plan.choice, milliseconds(plan.full_s)
     at = f"keep {choice.keep:g} (K = {choice.kept} of {plan.num_rows})"
     if choice.engine == "masked":

@@ -117,10 +117,9 @@ def plan(
     if second is None or second[0] != LEFT_OUT:
         ways.append("recompute")
     anchors = [k / n for k in _anchors(n, {count_kept(keep, n) for keep in keeps})]
-    full = Variant()
     variants = {(engine, k): Variant(engine, k) for engine in ways for k in (*anchors, *keeps)}
     made = routines_of(
-        model, batch, losses_fn, [full, *variants.values()],
+        model, batch, losses_fn, [Variant(), *variants.values()],
         optimizer=None if optimizer is None else OPTIMIZERS[optimizer], batchnorm=batchnorm,
     )  # fmt: skip
     with made as (routines, devices):
@@ -129,13 +128,12 @@ def plan(
         order = [[anchors[0], anchors[-1]], keeps[:1], anchors[1:-1], *([k] for k in keeps[1:])]
         groups = [[key for key in steps if key[1] in group] for group in order if group]
         plain, timings = _measured(
-            routines[full], steps, groups, devices, rounds=rounds, seconds=seconds, begun_s=begun_s, tell=tell
+            routines[Variant()], steps, groups, devices, rounds=rounds, seconds=seconds, begun_s=begun_s, tell=tell
         )
     return _fitted(plain, timings, n, anchors, keeps, gradients)
 
 
 def _keeps(keep: object) -> list[float]:
-    """The fractions asked for, each once."""
     several = isinstance(keep, Iterable) and not isinstance(keep, (str, Tensor))
     keeps = list(cast("Iterable[float]", keep)) if several else [cast("float", keep)]
     if not keeps:
@@ -185,7 +183,6 @@ def second_forward(model: nn.Module, batch: Any, losses_fn: LossesFn, losses: Te
 
 
 def _differ(own: Tensor, in_batch: Tensor) -> bool:
-    """Whether rows have other losses by themselves than in their batch."""
     coarse = in_batch.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(in_batch.device.type)
     in_batch = in_batch.float()
     finite = in_batch.isfinite()  # a loss that is not finite cannot be compared

@@ -85,7 +85,7 @@ class Profile:
         findings: Why the step is slow, worst first; empty for a healthy step.
         ops: Every op, slowest first.
         modules: Every module without its children, slowest first.
-        outside_share: Share of the step's time spent in no op: Python and autograd's own work, on the CPU.
+        outside_share: Share of the step's time in no op: Python and autograd's own work, on the CPU.
         timing: Phases ``"forward"`` and ``"backward"`` without the profiler, and the peak memory.
         forward_flops: Counted.
         backward_flops: Counted.
@@ -270,7 +270,6 @@ def _reached(model: nn.Module, fast: list[torch.device]) -> tuple[float, float]:
 
 
 def _tallies(seen: Observed, name_of: Callable[[Op], str], kinds: dict[str, str]) -> list[Tally]:
-    """The ops added up by name, slowest first."""
     tallies: list[Tally] = []
     for name, ops in grouped((op for op in seen.ops if op.ran.calls or op.flops), name_of).items():
         forward, backward = ([op for op in ops if op.direction == at] for at in ("forward", "backward"))
@@ -288,26 +287,23 @@ def _tallies(seen: Observed, name_of: Callable[[Op], str], kinds: dict[str, str]
 
 
 class Frame(NamedTuple):
-    """Where in a step an event is; ``function`` is the custom function whose forward runs, by its backward node.
-
-    ``inside`` has the ops that the op called, from the outermost to the event.
-    """
+    """Where in a step an event is."""
 
     direction: Direction
     module: str = OUTSIDE
     node: str = ""
-    function: str = ""
+    function: str = ""  # the custom function whose forward runs, by its backward node
     op: str = ""
-    inside: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()  # the ops that the op called, from the outermost to the event
 
 
 class Trace:
     """The ops and backward nodes of a step, with their times: the device's with ``accelerator``, else the CPU's.
 
-    Of several like steps each frame counts with the one in which it took least, without the frames inside it: other
-    work of a machine only adds time, and does not hit the same place in every step. All other times are sums of these.
-    Calls, and the host's time, are those of the first step. ``functions`` has the names of custom
-    ``autograd.Function``s by that of their backward node, ``uncounted`` the calls of ops without a formula.
+    Each frame counts with the one of several steps in which it took least, without the frames inside it: other work of
+    a machine only adds time, and does not hit the same place in every step. All other times are sums of these; calls,
+    and the host's time, are those of the first step. ``functions`` has the names of custom ``autograd.Function``s by
+    that of their backward node.
     """
 
     def __init__(self, modules: Modules, functions: dict[str, str], accelerator: bool) -> None:
@@ -323,7 +319,7 @@ class Trace:
     def count(
         self, direction: Direction, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any
     ) -> None:
-        """Add the FLOPs, bytes and casts of an op that ran; then as :data:`~rowprop.cost.flops.Ran`."""
+        """Add the FLOPs, bytes and casts of an op that ran, as :data:`~rowprop.cost.flops.Ran`."""
         node = current_node()
         node_name = "" if node is None else node.name()
         running = self.modules.current  # inside a backward an activation checkpoint runs its forward again
@@ -404,7 +400,6 @@ class Trace:
         return (event.device_time_total if self.accelerator else event.cpu_time_total) / 1e6
 
     def _spend(self, frame: Frame, time_s: float) -> None:
-        """Add time to every entry of the frame."""
         self.total_s[frame.direction] += time_s
         if frame.node:
             self._node(frame.node, frame.module).ran.time_s += time_s

@@ -162,7 +162,6 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
         return outputs
 
     def _losses(self, model: Any, batch: Any) -> Tensor:
-        """The losses of the model's own loss function, of all rows or of some."""
         outputs = model(batch)
         if batch is self._batch:  # metrics look at the outputs for all rows
             self._outputs = outputs

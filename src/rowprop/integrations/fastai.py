@@ -132,7 +132,6 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         learn._do_grad_opt()
 
     def _losses(self, model: Any, batch: Any) -> Tensor:
-        """The losses of the learner's own loss function, of all rows or of some."""
         learn, inputs = self.learn, len(self.learn.xb)
         named = f"the learner's loss function {learn.loss_func!r}"
         check_reduction(named, learn.loss_func, "SelectiveBackpropCallback(selector, losses_fn)")
@@ -187,5 +186,4 @@ class _Mean(_learner.ValueMetric):
 
 
 def _others(metrics: Any) -> list[Any]:
-    """The metrics that are the learner's own."""
     return [metric for metric in metrics if not isinstance(metric, _Mean)]

@@ -21,8 +21,8 @@ _Callback: Any = type("_Callback", tuple(module.Callback for module in _modules)
 class SelectiveBackpropCallback(Selects, _Callback):
     """Train on the rows that a selector keeps: one line, ``callbacks=[SelectiveBackpropCallback(selector)]``.
 
-    During ``fit`` the module's ``training_step`` is replaced. It logs ``loss_all``, ``loss_kept`` and the kept share,
-    ``kept``.
+    During ``fit`` another ``training_step`` is in place of the module's. It logs ``loss_all``, ``loss_kept`` and
+    ``kept``, the kept share.
 
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.

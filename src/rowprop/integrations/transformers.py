@@ -311,7 +311,6 @@ def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
 
 
 def _refuse_packed(inputs: Mapping[str, Any]) -> None:
-    """Refuse a batch of one row that holds several sequences."""
     positions = inputs.get("position_ids")
     packed = any(name.startswith("cu_seq_lens") or name == "seq_idx" for name in inputs)
     if not packed and isinstance(positions, Tensor) and positions.dim() == 2 and len(positions) == 1:
