@@ -33,10 +33,10 @@ UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
 
 @dataclass(frozen=True)
 class ModuleFlops:
-    """The FLOPs of one module itself, without the modules inside it; figures as in :class:`StepFlops`.
+    """The FLOPs of one module itself, without the modules inside it.
 
-    ``module`` is its path, the root's its class; ops outside of all modules go by ``losses_fn``, whose ``kind``, the
-    class, is empty.
+    ``module`` is its path (the root's: its class), ``kind`` its class; ops outside of all modules go by ``losses_fn``.
+    The figures are those of :class:`StepFlops`.
     """
 
     module: str
@@ -115,7 +115,7 @@ def count_step(
     """Run a training step, without the update, and count its FLOPs.
 
     An op of the backward counts for a weight if its result goes, without another product in between, to a parameter or
-    to a tensor that the forward computed from parameters and buffers alone; every other op counts for an input.
+    to a tensor that the forward computed from parameters and buffers alone; else for an input.
 
     Args:
         model: An ``nn.Module``, also on the device ``meta``, where nothing is computed.
@@ -131,7 +131,7 @@ def count_step(
         InvalidInput: An argument is out of its range, or the losses have no graph. Errors of ``losses_fn`` pass.
 
     Cost:
-        One step with Python at every op; all that a backward node computes is held until the node is done. Parameters,
+        One step with Python at every op; all that a backward node computes is held until it is done. Parameters,
         gradients, buffers and the random state are put back.
 
     Example:

@@ -26,6 +26,7 @@ PARTS = 8  # a convolution that runs in so many parts is a loop over its groups
 TIMES_THE_RATIO = 2.5
 LEAST_EXCESS_S = 1e-3  # by which a backward takes longer than its FLOPs say
 
+# The kind of a kernel, by a part of its name; the first part that fits counts.
 SLOW_KERNELS = {
     "slow_conv_dilated": "a dilated convolution that neither oneDNN nor cuDNN runs (one row at a time)",
     "slow_conv_transpose": "a transposed convolution that neither oneDNN nor cuDNN runs (one row at a time)",
@@ -33,12 +34,10 @@ SLOW_KERNELS = {
     "thnn_conv2d": "a convolution that neither oneDNN nor cuDNN runs (it unfolds its input, row by row)",
     "scaled_dot_product_attention_math": "attention that is not fused (it keeps all scores)",
 }
-"""The kind of a kernel, by a part of its name. The first part that fits counts."""
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"}
 COPIES = {"copy_", "clone", "_to_copy", "contiguous"}
 CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution", "convolution_overrideable"}
-GRADIENTS = "parameters"
-"""Stands for a module's path where gradients are added up."""
+GRADIENTS = "parameters"  # stands for a module's path where gradients are added up
 
 
 @dataclass
@@ -51,56 +50,43 @@ class Calls:
 
 @dataclass
 class Op:
-    """One op of one module in one direction, per step; ``node`` is the backward node, empty in the forward.
-
-    ``ran`` has the device's time where there is an accelerator, else the CPU's; ``host_s`` is the host's. ``flops`` is
-    None without a known formula; ``bytes`` are read or written, each operand once. ``casts`` counts calls by the change
-    of dtype, e.g. ``"float32 to float64"``, and ``inside`` the ops that ran inside, at any depth.
-    """
+    """One op of one module in one direction, per step."""
 
     direction: Direction
     module: str
-    node: str
+    node: str  # the backward node; empty in the forward
     op: str
-    ran: Calls = field(default_factory=Calls)
+    ran: Calls = field(default_factory=Calls)  # in the device's time where there is an accelerator, else the CPU's
     host_s: float = 0.0
-    flops: int | None = 0
-    bytes: int = 0
-    casts: dict[str, int] = field(default_factory=dict[str, int])
-    inside: dict[str, Calls] = field(default_factory=dict[str, Calls])
+    flops: int | None = 0  # None without a known formula
+    bytes: int = 0  # read or written, each operand once
+    casts: dict[str, int] = field(default_factory=dict[str, int])  # calls by the change, e.g. "float32 to float64"
+    inside: dict[str, Calls] = field(default_factory=dict[str, Calls])  # the ops that ran inside, at any depth
 
 
 @dataclass
 class Node:
-    """One kind of backward node of the module whose forward made it, per step.
-
-    ``function`` names the custom ``autograd.Function``, empty for torch's own nodes; its forward took ``forward_s``.
-    """
+    """One kind of backward node of the module whose forward made it, per step."""
 
     name: str
     module: str
     ran: Calls = field(default_factory=Calls)
-    function: str = ""
-    forward_s: float = 0.0
+    function: str = ""  # the custom ``autograd.Function``; empty for torch's own nodes
+    forward_s: float = 0.0  # what its forward took
 
 
 @dataclass(frozen=True)
 class Observed:
-    """The measurements of a step.
-
-    Forward and backward have the least of several times, because other work of a machine only adds time; under the
-    profiler the sum of the least times of their parts. ``ops`` without calls were only counted and have no time. The
-    machine reaches ``flops_per_s`` in a large matrix product, ``bytes_per_s`` in a large copy, read and written.
-    """
+    """The measurements of a step: the least of several times, because other work of a machine only adds time."""
 
     forward_s: float
     backward_s: float
-    profiled_forward_s: float
+    profiled_forward_s: float  # the sum of the least times of its parts; so is the next
     profiled_backward_s: float
-    ops: list[Op]
+    ops: list[Op]  # those without calls were only counted: they have no time
     nodes: list[Node] = field(default_factory=list[Node])
-    flops_per_s: float = float("inf")
-    bytes_per_s: float = float("inf")
+    flops_per_s: float = float("inf")  # what the machine reaches in a large matrix product
+    bytes_per_s: float = float("inf")  # in a large copy, read and written
     accelerator: bool = False
 
     @property
@@ -120,19 +106,12 @@ class Observed:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that makes the step slower than it should be.
+    """Something that makes the step slower than it should be, at ``where``: an op or function, and its module."""
 
-    Attributes:
-        kind: A key of :data:`SENTENCES`.
-        where: The op or function, and the module.
-        share: Of the step's time that it explains, up to 1; shares of different findings may overlap.
-        figures: The names and numbers of its sentence.
-    """
-
-    kind: str
+    kind: str  # a key of SENTENCES
     where: str
-    share: float
-    figures: dict[str, Any]
+    share: float  # of the step's time that it explains, up to 1; shares of different findings may overlap
+    figures: dict[str, Any]  # the names and numbers of its sentence
 
     @property
     def evidence(self) -> str:
@@ -149,6 +128,7 @@ class Finding:
         return asdict(self) | {"evidence": self.evidence, "remedy": self.remedy}
 
 
+# By kind of finding: the evidence, after the share of the step, and the remedy.
 SENTENCES = {
     "custom_function": (
         "the backward takes {times:.0f} times its forward ({ms:.3g} ms against {forward_ms:.3g} ms), while two "
@@ -192,10 +172,7 @@ SENTENCES = {
         "See the other findings; without any, see the slowest ops of the backward in the table.",
     ),
 }
-"""By kind of finding: the evidence, after the share of the step, and the remedy."""
-
-Found = Iterator[tuple[Finding, list[Op]]]
-"""Findings, each with the ops that it explains."""
+Found = Iterator[tuple[Finding, list[Op]]]  # findings, each with the ops that it explains
 
 
 def diagnose(seen: Observed) -> list[Finding]:

@@ -22,11 +22,9 @@ from torch.utils.flop_counter import flop_registry  # pyright: ignore[reportUnkn
 
 from rowprop.backprop.rowgrad import RowGrad
 
+# Called after an op: with its name without ``aten``, its FLOPs, the op, its inputs and what it returned. The FLOPs are
+# one number for each output of an op that makes several gradients, else one for all; None where no formula is known.
 Ran = Callable[[str, tuple[int, ...] | None, Any, Any, Any], None]
-"""Called after an op: with its name without ``aten``, its FLOPs, the op, its inputs and what it returned.
-
-The FLOPs are one number for each output of an op that makes several gradients, else one for all; None if unknown.
-"""
 
 
 @dataclass
@@ -58,7 +56,7 @@ def count_flops() -> Generator[Flops, None, None]:
     two. A bias costs nothing. The :class:`Flops` that it yields is filled while the block runs.
 
     Cost:
-        Python runs at every op, so never time inside the block. A compiled model runs uncompiled inside the block.
+        Python runs at every op, so never time inside the block. A compiled model runs uncompiled there.
 
     Example:
         >>> import torch
@@ -120,8 +118,8 @@ class _Counter(TorchDispatchMode):
         return out
 
 
+# From the op's arguments, and its result as ``out_val``, to its FLOPs, or those of each output if it makes gradients.
 Formula = Callable[..., "int | tuple[int, ...]"]
-"""From the op's arguments, and its result as ``out_val``, to its FLOPs, of each output where these are gradients."""
 _aten = torch.ops.aten
 
 
@@ -139,8 +137,8 @@ def _attention(op: Any) -> Formula:
     """Fused attention: each pair of a query and a key costs products of their width and of the values' width.
 
     A causal kernel computes only the pairs that meet, packed sequences all of theirs; queries that share a key's head
-    count each. The kernels' own ops take (N, time, heads, width), or packed (all tokens, heads, width); the others take
-    (N, heads, time, width). The names in an op's schema tell the places of its arguments.
+    count each. The kernels' own ops take (N, time, heads, width), or packed (all tokens, heads, width); the others
+    (N, heads, time, width). An op's schema tells the places of its arguments.
     """
     names = [argument.name for argument in op.default._schema.arguments]
     mask = names.index("is_causal" if "is_causal" in names else "custom_mask_type")
@@ -276,6 +274,7 @@ def is_view(func: Any) -> bool:
 
 
 LIGHT_TAGS = {torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy}
+# Ops by name, without the underscores around it and without ``_data``, ``_backward`` and ``_forward`` at its end.
 LIGHT = frozenset(
     """
     aminmax as_strided_scatter bernoulli binary_cross_entropy bincount bucketize cat cauchy channel_shuffle clone col2im
@@ -287,7 +286,7 @@ LIGHT = frozenset(
     standard_gamma sum take to_copy topk trace tril triu unfold uniform weight_norm_interface where zero zeros_like
     """.split()
 )
-"""Ops by name, without the underscores around it and without ``_data``, ``_backward`` and ``_forward`` at its end."""
+# The same, by the beginnings of their names.
 LIGHT_FAMILIES = tuple(
     """
     amp_ foreach_ fused_ada fused_sgd new_ empty rand unique reflection_pad replication_pad upsample_ max_pool avg_pool
@@ -296,4 +295,3 @@ LIGHT_FAMILIES = tuple(
     native_layer_norm pad pixel_ repeat select slice diagonal_ soft std_ var_ thnn_fused_ unsafe_
     """.split()
 )
-"""The same, by the beginnings of their names."""

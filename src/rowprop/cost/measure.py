@@ -17,12 +17,9 @@ from torch.profiler import ProfilerActivity
 from rowprop.errors import InvalidInput
 from rowprop.host import HOST, between_s, drained_s, mark
 
-Done = Callable[[str], None]
-"""Called with a phase's name at its end; a phase begins where the one before it ended."""
-Routine = Callable[[Done], object]
-"""The code that is measured: a call runs it once and says where each phase ends."""
-Tick = Callable[[str, float], None]
-"""Called while work goes on, with one short line on the work at hand and the fraction of all work done, in [0, 1]."""
+Done = Callable[[str], None]  # called with a phase's name at its end; a phase begins where the one before it ended
+Routine = Callable[[Done], object]  # the code that is measured: a call runs it once and says where each phase ends
+Tick = Callable[[str, float], None]  # called with a line on the work at hand and the fraction of all work, in [0, 1]
 Name = TypeVar("Name")
 QUIET, MUTE = "KINETO_LOG_LEVEL", "99"  # silences the profiler: a level above that of each of its messages
 
@@ -88,12 +85,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """Repeated runs of one routine.
+    """Repeated runs of one routine: by round its seconds by phase, and its peak of memory.
 
-    Attributes:
-        rounds: Seconds by phase of each round, in the same order for all that were measured together.
-        peak_bytes: The most memory that one run held at once beyond the memory held before it: the accelerators', else
-            the CPU's, by torch's allocator, past which oneDNN takes more.
+    ``peak_bytes`` is the most that one run held at once beyond the memory held before it: the accelerators', else the
+    CPU's, by torch's allocator, past which oneDNN takes more.
     """
 
     rounds: tuple[dict[str, float], ...]

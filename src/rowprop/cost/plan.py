@@ -10,16 +10,12 @@ from typing import Any
 
 from rowprop.selection.common import count_kept
 
-SAME, BY_POLICY, ANOTHER, EXPECTED = "same", "by policy", "another", "in expectation"
-"""How a way's gradient relates to that of plain indexing, see :class:`Way`."""
-LEFT_OUT = "left out"
-"""In the place of a gradient: the engine could not be measured."""
+SAME, BY_POLICY, ANOTHER, EXPECTED = "same", "by policy", "another", "in expectation"  # gradients, see Way
+LEFT_OUT = "left out"  # in the place of a gradient: the engine could not be measured
 THINNED = "thinned"
 IN_EXPECTATION = "it selects nothing, and its gradient is that of all rows in expectation"
-SHORT_S = 0.005
-"""A plain step shorter than this is mostly calls of ops, each of which costs tens of microseconds at any size."""
-Key = tuple[str, float]
-"""A way at a keep: its engine, and the keep."""
+SHORT_S = 0.005  # a shorter plain step is mostly calls of ops, each of which costs tens of microseconds at any size
+Key = tuple[str, float]  # a way at a keep: its engine, and the keep
 
 
 @dataclass(frozen=True)
@@ -141,7 +137,7 @@ class Plan:
         full_bytes: Its peak.
         phases_s: Its seconds by phase; empty where only totals are known.
         ways: Every way at every keep.
-        choices: At each keep the way that the clock chooses, see :func:`make_plan`.
+        choices: At each keep the way that the clock chooses.
         break_even_keep: The keep below which the best way beats the plain step; 1 where it does at any, 0 at none.
         notes: By engine, why its gradient is not that of plain indexing, or why it was not measured.
         rounds: How often each step was measured; None where nobody measured.
@@ -219,13 +215,12 @@ def make_plan(
     rounds: int | None = None,
     spread: float | None = None,
 ) -> Plan:
-    """Choose by known cost.
+    """Choose by known cost: at each keep the fastest way of the gradient of plain indexing, or of the policy asked for.
 
-    At each keep the fastest way is chosen that has the gradient of plain indexing or of the policy asked for; of ways
-    equally fast the first in ``costs``, but before all of them ``"masked"``, which costs the plain step and is added
-    here. ``gradients`` has by engine the gradient, as in :class:`Way` or :data:`LEFT_OUT`, and why (None: all the
-    same); ``measured`` the steps at the keeps asked for, which the lines have not seen: their peaks replace the lines'
-    peaks, their seconds count half. ``rounds`` and ``spread`` are those of :class:`Plan`.
+    Of ways equally fast it is the first in ``costs``, but before all of them ``"masked"``, which costs the plain step
+    and is added here. ``gradients`` has by engine the gradient, as in :class:`Way` or :data:`LEFT_OUT`, and why (None:
+    all the same); ``measured`` the steps at the keeps asked for, which the lines have not seen: their peaks replace the
+    lines' peaks, their seconds count half. ``rounds`` and ``spread`` are those of :class:`Plan`.
     """
     gradients, measured = gradients or {}, measured or {}
     costs = [Cost("masked", plain.seconds, 0.0, plain.peak_bytes), *costs]

@@ -28,8 +28,7 @@ from rowprop.state import devices_of, rng_states
 from rowprop.step.selective import rows_of
 from rowprop.thinning.blocks import repeated_blocks
 
-ANCHORS = (1 / 16, 3 / 8, 15 / 16)
-"""The keeps that the lines are laid through; a row more or less where the user asked for the same number of rows."""
+ANCHORS = (1 / 16, 3 / 8, 15 / 16)  # the keeps of the lines; a row more or less where the user asked for so many rows
 ENOUGH = 3  # rounds; a further keep is measured only if so many rounds of all still fit
 WARMUP = 2  # rounds before those that count, if there is time for all of them
 Gradients = Mapping[str, tuple[str, str]]

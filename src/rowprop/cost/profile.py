@@ -39,8 +39,7 @@ MARK = "rowprop::"
 MODULE = MARK + "module::"
 ENGINE = "autograd::engine::evaluate_function: "
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}
-"""Names under which the profiler lists an op, by the name that the counter sees."""
+RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}  # to the profiler's name of an op from the counter's
 
 
 @dataclass(frozen=True)
@@ -145,13 +144,12 @@ def profile(
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
         rounds: Steps measured without the profiler; after 5 for a minute at most. Default 10.
-        trace: Where to write a Chrome trace (``chrome://tracing``, https://ui.perfetto.dev), ``.json`` or ``.json.gz``.
-            Default None: nowhere.
+        trace: Where to write a Chrome trace (for https://ui.perfetto.dev), ``.json`` or ``.json.gz``. Default None.
         tick: Called now and then with a line on the work at hand and the fraction of all work done. Default None.
 
     Raises:
-        InvalidInput: An argument is out of its range, the losses have no graph, or ``trace`` cannot be written. Errors
-            of ``losses_fn`` pass.
+        InvalidInput: An argument is out of its range, there is no graph, or ``trace`` cannot be written. Errors of
+            ``losses_fn`` pass.
 
     Cost:
         ``rounds + 13`` steps and a forward; the profiler and the count slow some of them. Parameters, buffers,

@@ -78,8 +78,7 @@ def measure_step(
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
         variants: The steps to measure. Default: the plain step.
-        optimizer: Makes the optimizer from the parameters that require gradients; its rates are set to 0. Default None:
-            no update.
+        optimizer: Makes one from the parameters that require gradients; its rates become 0. Default None: no update.
         rounds: How many steps of each variant are measured. Default 20.
         warmup: How many steps of each variant run before. Default 3.
         limit_s: After 5 rounds begin none that would end later than so many seconds from now. Default None: no limit.
@@ -87,8 +86,7 @@ def measure_step(
         tick: Called before each step.
 
     Raises:
-        InvalidInput: A variant or a count is out of its range, or the losses have no graph. Errors of ``losses_fn``
-            pass.
+        InvalidInput: A variant or a count is out of its range, or there is no graph. Errors of ``losses_fn`` pass.
 
     Cost:
         ``warmup + 1 + rounds`` steps of each variant; a copy of parameters and buffers. Parameters, buffers, gradients,

@@ -15,8 +15,7 @@ from rowprop.backprop.watch import Report, recording
 from rowprop.errors import InvalidInput
 from rowprop.host import drained_s
 
-OUTSIDE = "losses_fn"
-"""Stands for a module's path where an op runs in no module's forward."""
+OUTSIDE = "losses_fn"  # stands for a module's path where an op runs in no module's forward
 
 
 def next_number() -> int:
@@ -79,13 +78,12 @@ class Modules:
     """Knows the module that an op of the forward, or a backward node, belongs to.
 
     Autograd numbers backward nodes as the forward makes them: those between the numbers at which :meth:`tracked` sees a
-    module's forward begin and end are the module's. ``kinds`` has the classes by path, an empty one for
-    :data:`OUTSIDE`.
+    module's forward begin and end are the module's.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        named = cast(Any, model).named_modules()
+        named = cast(Any, model).named_modules()  # kinds: their classes by path
         self.kinds = {path or type(model).__name__: type(module).__name__ for path, module in named} | {OUTSIDE: ""}
         self._spans: list[tuple[int, int, str]] = []
         self._open = [OUTSIDE]

@@ -34,8 +34,8 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
     Args:
         start: Fraction of the training at which selection begins, in [0, 1); default 0.5.
         end: Fraction at which it ends, above ``start``, at most 1; default 0.9.
-        keep: Fraction of the rows that are kept, in (0, 1], or a schedule: they are drawn by the rank of their losses,
-            as Composer draws them. Default None: 0.5, or as ``selector`` says.
+        keep: Fraction of rows kept, in (0, 1], or a schedule: drawn by the rank of their losses, as Composer draws
+            them. Default None: 0.5, or as ``selector`` says.
         scale_factor: Side of the images that are scored, as a fraction. Default 1: the losses of the training forward
             are the scores. Below 1 the engine is ``recompute``, unless another is named.
         interrupt: Every how many batches of an epoch one is trained whole; 0 for never; default 2.

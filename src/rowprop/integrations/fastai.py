@@ -26,7 +26,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
     """Train on the rows that a selector keeps: one line in the learner, ``cbs=SelectiveBackpropCallback(selector)``.
 
     In training the callback stands for the forward and the loss. The learner's ``loss`` is that of all rows; where a
-    scorer leaves it unknown, that of the kept rows. The table of a fit has the means of each epoch: ``loss_all``,
+    scorer leaves it unknown, of the kept rows. The table of a fit has the means of each epoch: ``loss_all``,
     ``loss_kept`` and the kept share, ``kept``. After ``learn.lr_find()`` the step is where it was, as the weights are.
 
     Args:

@@ -25,12 +25,9 @@ from rowprop.selection.base import Selector
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
 
-IGNORED = -100
-"""The label of a token that does not count."""
-ClassesFn = Callable[[Any], Tensor]
-"""A function of the batch that returns the class of each row, (N,), int64."""
-Numbers = dict[str, Tensor | float]
-"""What a framework's logger takes: losses are 0-d tensors, which the host has not read."""
+IGNORED = -100  # the label of a token that does not count
+ClassesFn = Callable[[Any], Tensor]  # from the batch to the class of each row, (N,), int64
+Numbers = dict[str, Tensor | float]  # for a framework's logger: losses are 0-d tensors, which the host has not read
 
 
 def module_of(package: str, name: str = "", *, least: str = "", install: str | None = None) -> Any:

@@ -17,9 +17,8 @@ from rowprop.integrations import shared
 from rowprop.scoring import LossesFn, per_row_mean
 from rowprop.selection.base import Selector
 
+# By the name of a loss per token, whether a token is told by the position before it.
 _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
-"""By the name of a loss per token, whether a token is told by the position before it."""
-
 _transformers: Any = shared.module_of("transformers", least="5.23")
 shared.module_of("accelerate")
 

@@ -41,8 +41,8 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
         InvalidInput: ``trainer`` is no SFTTrainer, its model has no backbone of its own, or ``attention`` is unknown.
 
     Cost:
-        One copy of the K hidden states, for whose count the host waits, as TRL's own head does on CUDA. The head costs
-        K tokens, and so does the backward below it until an op mixes tokens.
+        A copy of the K hidden states, for whose count the host waits, as TRL's own head does on CUDA. The head costs K
+        tokens, and so does the backward below it until an op mixes tokens.
 
     Exactness:
         Exact by default, up to the order of sums. ``"cut"`` is biased.
@@ -79,13 +79,13 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
     model.forward = types.MethodType(forward, model)
 
 
+# The loss types in which an answer without advantage has no gradient, and in which the advantage is a factor.
 _CHECKED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
-"""The loss types in which an answer without advantage has no gradient, and in which the advantage is a factor."""
+# The entries of a batch that do not change the model's forward of an answer.
 _ROWWISE = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch",
     "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", "tool_mask",
 }  # fmt: skip
-"""The entries of a batch that do not change the model's forward of an answer."""
 
 
 def select_answers(
@@ -107,7 +107,7 @@ def select_answers(
         selector: Chooses among all answers of a generation, of all processes, by their advantages; the others leave
             before the forward. Classes are the prompts: ``PerClass(RandomRows(0.5))`` keeps half of the answers to
             each. Default None: no more answers leave than have no gradient.
-        advantages: ``"all"`` (default): TRL's stay. ``"kept"``: normalised, as ``scale_rewards`` says, over a prompt's
+        advantages: ``"all"`` (default): TRL's stay. ``"kept"``: normalised by ``scale_rewards`` over a prompt's
             selected answers.
 
     Returns:
@@ -125,9 +125,9 @@ def select_answers(
         ratios can be clipped, one look at the gradient of the hidden states. A selector needs the advantages gathered.
 
     Exactness:
-        Without a selector exact, up to the order of sums, for a model whose forward treats each answer alone and
-        without dropout. A selected answer's advantage is multiplied by its weight times the number of answers, so an
-        unbiased selector keeps the expected gradient.
+        Without a selector exact, up to the order of sums, for a model whose forward treats each answer alone, without
+        dropout. A selected answer's advantage is multiplied by its weight times the number of answers: an unbiased
+        selector keeps the expected gradient.
 
     References:
         Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300 (GRPO).
