@@ -39,7 +39,7 @@ class Cost:
 
     @classmethod
     def fit(cls, engine: str, points: Sequence[Measurement]) -> Cost:
-        """Lay the lines through measured points, with the least relative error; see :func:`line`."""
+        """Lay a :func:`line` through the seconds of measured points, and one through their peaks."""
         seconds = line([(point.kept, point.seconds) for point in points])
         return cls(engine, *seconds, *line([(point.kept, point.peak_bytes) for point in points]))
 
@@ -94,14 +94,13 @@ class Way:
     """A way to train on some rows of a batch, at one keep.
 
     Attributes:
-        engine: ``"masked"`` (plain indexing: selection without any saving), ``"recompute"`` or ``"sliced"``; or
-            ``"thinned"``, the step of all rows after ``rowprop.thin(model, keep=keep)``.
+        engine: ``"masked"`` (plain indexing, which saves nothing), ``"recompute"`` or ``"sliced"``; or ``"thinned"``,
+            the step of all rows after ``rowprop.thin(model, keep=keep)``.
         keep: The fraction asked for.
         kept: K: ``max(1, ceil(keep * N))``.
-        step_s: Seconds of a whole step with the update, by which the choice is made: the mean of ``predicted_s`` and
-            ``measured_s``, whose errors are independent; without a measurement ``predicted_s``.
-        predicted_s: The seconds on the lines, which were laid through steps at other keeps.
-        measured_s: The seconds measured at this keep; None where nobody measured.
+        step_s: Seconds with the update, which decide: the mean of the next two, or ``predicted_s`` alone.
+        predicted_s: On the lines, which were laid through steps at other keeps.
+        measured_s: At this keep; None where nobody measured.
         speedup: The plain step's seconds over ``step_s``.
         limit: The speed-up where one forward runs on all rows, the backward costs K rows, and nothing else costs:
             (F + B + U) / (F + kB + U) with k = K/N. ``recompute`` can pass it: its first forward makes no graph.

@@ -35,16 +35,13 @@ def module_of(package: str, name: str = "", *, least: str = "", install: str | N
     if importlib.util.find_spec(package) is None:
         install = install or f"pip install {package}"
         raise MissingExtra(f"this integration needs {package}, which is not installed; run: {install}.")
-    if least and _number(version := importlib.import_module(package).__version__) < _number(least):
-        raise MissingExtra(
-            f"this integration needs {package} {least} or newer but {package} {version} is installed; "
-            f"run: pip install -U {package}."
-        )
+    if least:
+        version = importlib.import_module(package).__version__
+        found, needed = ([int(part) for part in each.split(".")[:2]] for each in (version, least))
+        if found < needed:
+            came = f"{package} {least} or newer but {package} {version} is installed"
+            raise MissingExtra(f"this integration needs {came}; run: pip install -U {package}.")
     return importlib.import_module(f"{package}.{name}" if name else package)
-
-
-def _number(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")[:2]]
 
 
 class Selects:
@@ -225,26 +222,22 @@ def with_state(
 
     A process without one gets the first one's; where none had one, ``load`` is not called.
     """
-    rank: int = trainer.args.process_index
+    rank, named = trainer.args.process_index, "rowprop_{}.pt".format
     own_save, own_load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
     def save_both(output_dir: str) -> None:
         own_save(output_dir)
         content = io.BytesIO()
         torch.save(dict(save()), content)
-        write_whole(_file_in(output_dir, rank), content.getvalue())
+        write_whole(Path(output_dir, named(rank)), content.getvalue())
 
     def load_both(checkpoint: str | None) -> None:
         own_load(checkpoint)
-        files = [] if checkpoint is None else [_file_in(checkpoint, each) for each in (rank, 0)]
+        files = [] if checkpoint is None else [Path(checkpoint, named(each)) for each in (rank, 0)]
         if (file := next(filter(Path.exists, files), None)) is not None:
             load(torch.load(file, weights_only=True))
 
     return {"_save_optimizer_and_scheduler": save_both, "_load_optimizer_and_scheduler": load_both}
-
-
-def _file_in(checkpoint: str, rank: int) -> Path:
-    return Path(checkpoint) / f"rowprop_{rank}.pt"
 
 
 def splits_rows(trainer: Any) -> bool:
