@@ -121,8 +121,7 @@ def count_step(
         model: An ``nn.Module``, also on the device ``meta``, where nothing is computed.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
-        keep: Count the backward of ``rowprop.pick`` of this fraction of the rows, in (0, 1]. Default None: that of
-            ``losses.mean()``.
+        keep: Count the backward of ``rowprop.pick`` of this fraction of rows, in (0, 1]. Default None: of all rows.
         optimizer: ``"sgd"`` (default), ``"momentum"``, ``"adam"`` or ``"adamw"``.
         batchnorm: How a sliced backward treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         tick: Called before the forward and before the backward. Default None.

@@ -1,7 +1,6 @@
 """Count the floating-point operations that really run. 1 multiply-add = 2 FLOPs.
 
-The formulas are torch's own (``torch.utils.flop_counter``); this file has those that torch lacks, counts too high, or
-changes from version to version.
+The formulas are torch's own (``torch.utils.flop_counter``); here are those that it lacks, counts too high, or changes.
 """
 
 from __future__ import annotations

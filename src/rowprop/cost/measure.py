@@ -32,8 +32,7 @@ class Clock:
     """Seconds of each phase of one run, from when it is made, once all queued work has run.
 
     A phase is charged with all the work that it queued, also where the device runs it after the call has returned. The
-    marks are one accelerator's own events, for which nothing waits, with several the wall clock once the queues are
-    empty, and on the CPU the wall clock.
+    marks are one accelerator's own events, for which nothing waits; else the wall clock, once all queues are empty.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -130,12 +129,10 @@ def measure(
     In each round every routine runs once, in an order that turns from round to round, so that other work on the machine
     disturbs all of them alike. ``warmup`` rounds (0 or more) run before those that are measured, to choose kernels and
     take memory. Beyond ``least`` rounds none begins that would end later than ``limit_s`` seconds from now (None: no
-    limit). ``devices`` are those that the work runs on, ``tick`` is called before each run, and ``clock`` makes the
-    clock of one.
+    limit). ``devices`` are those of the work; ``tick`` is called before each run; ``clock`` makes a run's clock.
 
     Cost:
-        ``warmup + 1 + rounds`` runs of each routine. The run after the warm-up measures the memory; on the CPU it runs
-        under torch's profiler.
+        ``warmup + 1 + rounds`` runs of each routine; one measures the memory, on the CPU under torch's profiler.
 
     Example:
         >>> x = torch.ones(64, 64)

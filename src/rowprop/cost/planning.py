@@ -65,10 +65,8 @@ def plan(
         model: An ``nn.Module``, measured in the modes it is in.
         batch: The whole batch, N rows, at least 2, as it will be trained on: costs depend on its sizes.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``. The plan is one for rows.
-        keep: Fraction of rows kept, in (0, 1), or several; the plan's ``choice`` is for the first. Default 0.1, 0.25,
-            0.5, 0.75 and 0.9.
-        optimizer: Its update is part of each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``, or
-            None for no update.
+        keep: Fraction of rows kept, in (0, 1), or several; ``choice`` is for the first. Default 0.1, 0.25, 0.5, 0.75, 0.9.
+        optimizer: It updates in each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``; None: none.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         rounds: How often each step is measured at most, 1 or more. Default 7.
         seconds: The time that measuring may take, above 0; default 60. The plain step and each way at two numbers of
@@ -80,8 +78,7 @@ def plan(
         A :class:`~rowprop.cost.Plan`; ``print(result.reason)`` is the short of it. No engine follows it by itself.
 
     Raises:
-        InvalidInput: An argument is out of its range; the losses do not fit (as in :class:`rowprop.SelectiveBackprop`).
-            Errors of ``losses_fn`` pass.
+        InvalidInput: An argument is out of its range, or the losses do not fit. Errors of ``losses_fn`` pass.
 
     Cost:
         About ``seconds``; less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them; about 13 plain

@@ -148,8 +148,8 @@ def profile(
         tick: Called now and then with a line on the work at hand and the fraction of all work done. Default None.
 
     Raises:
-        InvalidInput: An argument is out of its range, there is no graph, or ``trace`` cannot be written. Errors of
-            ``losses_fn`` pass.
+        InvalidInput: An argument is out of its range, the losses have no graph, or ``trace`` cannot be written. Errors
+            of ``losses_fn`` pass.
 
     Cost:
         ``rounds + 13`` steps and a forward; the profiler and the count slow some of them. Parameters, buffers,
@@ -300,8 +300,7 @@ class Trace:
 
     Each frame counts with the one of several steps in which it took least, without the frames inside it: other work of
     a machine only adds time, and does not hit the same place in every step. All other times are sums of these; calls,
-    and the host's time, are those of the first step. ``functions`` has the names of custom ``autograd.Function``s by
-    that of their backward node.
+    and the host's time, are those of the first step. ``functions`` has custom functions' names by their backward node.
     """
 
     def __init__(self, modules: Modules, functions: dict[str, str], accelerator: bool) -> None:

@@ -32,8 +32,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
         losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)``, or ``(N, ...)``, of which each row has the mean;
-            the batch is ``(*xb, *yb)``, and ``learn.pred`` is then None in training. Default None: the learner's own
-            loss function, unreduced.
+            the batch is ``(*xb, *yb)``, and ``learn.pred`` is then None in training. Default None: the learner's own.
         classes_fn: From the batch to the class of each row, ``(N,)``, int64, for selectors that need it; each one's
             kept share is shown, ``kept/CLASS``, where the data have a number of classes, ``dls.c``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to`` and ``history``. Behind DDP
@@ -41,8 +40,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
 
     Raises:
         MissingExtra: On import, where fastai is not installed.
-        InvalidInput: A setting is wrong; in a fit, the loss function has no mean to replace, or there are two such
-            callbacks.
+        InvalidInput: A setting is wrong; in a fit, the loss function has no mean to replace, or two callbacks select.
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the last fit; None before the first.

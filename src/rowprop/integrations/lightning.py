@@ -21,8 +21,7 @@ _Callback: Any = type("_Callback", tuple(module.Callback for module in _modules)
 class SelectiveBackpropCallback(Selects, _Callback):
     """Train on the rows that a selector keeps: one line, ``callbacks=[SelectiveBackpropCallback(selector)]``.
 
-    During ``fit`` another ``training_step`` is in place of the module's. It logs ``loss_all``, ``loss_kept`` and
-    ``kept``, the kept share.
+    During ``fit`` ``training_step`` is replaced. It logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``.
 
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
@@ -36,8 +35,8 @@ class SelectiveBackpropCallback(Selects, _Callback):
 
     Raises:
         MissingExtra: On import, where neither ``lightning`` nor ``pytorch_lightning`` is installed.
-        InvalidInput: A setting is wrong, the module has no method ``losses``, it optimizes by hand, or its optimizer
-            asks for the loss of a batch twice.
+        InvalidInput: A wrong setting; a module without ``losses``, or that optimizes by hand; an optimizer that asks
+            for the loss of a batch twice.
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the running fit, whose state is saved in checkpoints.

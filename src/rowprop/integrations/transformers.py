@@ -35,8 +35,7 @@ def select(
 
     In training, ``compute_loss`` is replaced on this trainer. An update's gradient is that of the mean over all kept
     rows (tokens) of its micro-batches on all processes; with weights that refer to the mean over all rows, as those of
-    unbiased selectors, of all rows of the update. The Trainer's division by accumulation steps or by
-    ``num_items_in_batch`` has no part in it.
+    unbiased selectors, of all its rows. The Trainer divides by neither accumulation steps nor ``num_items_in_batch``.
 
     The Trainer logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``: means since the last log, over all
     processes. Its own ``loss`` is that of all rows; where a scorer leaves it unknown, that of the kept rows.
@@ -53,8 +52,8 @@ def select(
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``. ``unit`` is ``"token"`` by
             default where the model's losses are per token; ``unit="row"`` then makes a row's loss the mean of its
             tokens'. Tokens with the label -100 do not count. With a ``history`` the batches need an entry ``ids``,
-            ``(N,)``, int64. With ``ranks`` the processes select together, and the micro-batches of an update count
-            alike. Progress is the trainer's.
+            ``(N,)``, int64. With ``ranks`` processes select together, and the micro-batches of an update count alike.
+            Progress is the trainer's.
 
     Returns:
         The handle, whose ``remove()`` gives the trainer its own training back.

@@ -107,8 +107,7 @@ def select_answers(
         selector: Chooses among all answers of a generation, of all processes, by their advantages; the others leave
             before the forward. Classes are the prompts: ``PerClass(RandomRows(0.5))`` keeps half of the answers to
             each. Default None: no more answers leave than have no gradient.
-        advantages: ``"all"`` (default): TRL's stay. ``"kept"``: normalised by ``scale_rewards`` over a prompt's
-            selected answers.
+        advantages: ``"all"`` (default): TRL's. ``"kept"``: normalised by ``scale_rewards`` over a prompt's kept ones.
 
     Returns:
         The handle, whose ``remove()`` gives the trainer its own training back.
