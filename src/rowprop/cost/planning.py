@@ -65,7 +65,7 @@ def plan(
         model: An ``nn.Module``, measured in the modes it is in.
         batch: The whole batch, N rows, at least 2, as it will be trained on: costs depend on its sizes.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``. The plan is one for rows.
-        keep: Fraction of rows kept, in (0, 1), or several; ``choice`` is for the first. Default 0.1, 0.25, 0.5, 0.75, 0.9.
+        keep: Fraction kept, in (0, 1), or several; ``choice`` is for the first. Default 0.1, 0.25, 0.5, 0.75, 0.9.
         optimizer: It updates in each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``; None: none.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         rounds: How often each step is measured at most, 1 or more. Default 7.
