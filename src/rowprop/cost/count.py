@@ -59,8 +59,7 @@ class StepFlops:
         backward_input_flops: Of the backward to the activations: the chain from the losses to the batch.
         backward_weight_flops: Of the backward to parameters, and to tensors computed from parameters alone.
         backward_recomputed_flops: Of forwards that run again inside the backward (checkpoints).
-        update_flops: Of the optimizer's update, from its formula.
-        optimizer: The optimizer of that update.
+        update_flops: Of the update of ``optimizer``, from its formula.
         num_parameters: How many numbers got a gradient, and so an update.
         uncounted: Ops without a known formula, with the number of calls; they are in no number of FLOPs.
         by_op: By part and op.

@@ -107,8 +107,7 @@ def plan(
         raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose from.")
     ways = ["sliced", THINNED] if model.training and repeated_blocks(model) else ["sliced"]
     gradients = {engine: (BY_POLICY, policy) for engine, policy in policies_on(model, batchnorm).items()}
-    second = second_forward(model, batch, losses_fn, losses)
-    if second is not None:
+    if second := second_forward(model, batch, losses_fn, losses):
         gradients["recompute"] = second
     if second is None or second[0] != LEFT_OUT:
         ways.append("recompute")

@@ -86,9 +86,7 @@ class Profile:
         modules: Every module without its children, slowest first.
         outside_share: Share of the step's time in no op: Python and autograd's own work, on the CPU.
         timing: Phases ``"forward"`` and ``"backward"`` without the profiler, and the peak memory.
-        forward_flops: Counted.
-        backward_flops: Counted.
-        uncounted: Ops without a formula and their number of calls. Neither number of FLOPs includes them.
+        uncounted: Ops without a formula and their number of calls, which are in neither number of FLOPs.
         flops_per_s: What the machine reaches in a large matrix product.
         bytes_per_s: What it reaches in a large copy, read and written.
         device: The model's device.
