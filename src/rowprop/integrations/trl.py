@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -69,11 +69,8 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
             output.last_hidden_state = pick(hidden, kept.to(hidden.device), attention=attention).unsqueeze(0)
             return output
 
-        hook = self.base_model.register_forward_hook(narrow)
-        try:
+        with self.base_model.register_forward_hook(narrow):
             return whole(*args, shift_labels=following[kept].unsqueeze(0), **kwargs)
-        finally:
-            hook.remove()
 
     functools.update_wrapper(forward, cast(Any, type(model).forward))  # `generate` reads the signature
     model.forward = types.MethodType(forward, model)
@@ -290,8 +287,7 @@ class SelectedAnswers:
             logps = stand_in + F.pad(logps - logps.detach(), (0, shape[1] - 1, 0, shape[0] - 1))
         return logps, torch.zeros_like(stand_in), aux
 
-    @contextlib.contextmanager
-    def _looked_at(self) -> Generator[None]:
+    def _looked_at(self) -> contextlib.AbstractContextManager[object]:
         """Have the backward below the head run for the answers with a gradient there; the others are clipped."""
 
         def arrive(grad: Tensor, layout: Layout) -> RowSlice | None:
@@ -311,11 +307,7 @@ class SelectedAnswers:
                 output.last_hidden_state = hook_gradient(hidden, Layout(0, len(hidden)), arrive)
             return output
 
-        hook = shared.unwrapped(self._trainer).base_model.register_forward_hook(look)
-        try:
-            yield
-        finally:
-            hook.remove()
+        return shared.unwrapped(self._trainer).base_model.register_forward_hook(look)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Remember the reward of each answer of all processes; NaN where nobody gave one."""
