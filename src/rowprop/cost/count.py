@@ -197,7 +197,7 @@ class _StepCounter:
         if node is None or torch.is_grad_enabled():
             self._follow_forward(func, inputs, out)
             part = "forward" if node is None else "backward_recomputed"
-            self._add(self.modules.current, part, name, sum(flops))
+            self._add(self.modules.running[-1], part, name, sum(flops))
         elif hasattr(node, "variable"):  # it adds up the gradient of this leaf
             self._add(self.modules.of(node), "backward_input", name, sum(flops))
         else:

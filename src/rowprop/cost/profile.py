@@ -317,7 +317,7 @@ class Trace:
         """Add the FLOPs, bytes and casts of an op that ran, as :data:`~rowprop.cost.flops.Ran`."""
         node = current_node()
         node_name = "" if node is None else node.name()
-        running = self.modules.current  # inside a backward an activation checkpoint runs its forward again
+        running = self.modules.running[-1]  # inside a backward an activation checkpoint runs its forward again
         module = GRADIENTS if node_name == ACCUMULATE else running if running != OUTSIDE else self.modules.of(node)
         name = RENAMED.get(name, name.replace(".", "::"))
         op = self.op(direction, module, node_name, name)

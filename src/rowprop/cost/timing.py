@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from rowprop.backprop.pick import BatchNorm
 from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, ignored, measure
-from rowprop.cost.plan import THINNED
 from rowprop.cost.where import check_graph
 from rowprop.engines import ENGINES, Sliced
 from rowprop.errors import InvalidInput
@@ -29,6 +28,7 @@ from rowprop.thinning.handle import thin
 
 __all__ = ["Variant", "measure_step"]
 
+THINNED = "thinned"
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 

@@ -86,12 +86,7 @@ class Modules:
         named = cast(Any, model).named_modules()  # kinds: their classes by path
         self.kinds = {path or type(model).__name__: type(module).__name__ for path, module in named} | {OUTSIDE: ""}
         self._spans: list[tuple[int, int, str]] = []
-        self._open = [OUTSIDE]
-
-    @property
-    def current(self) -> str:
-        """Path of the innermost module whose forward runs now; the root's path is its class."""
-        return self._open[-1]
+        self.running = [OUTSIDE]  # paths of the modules whose forward runs now, the innermost last
 
     def of(self, node: Any) -> str:
         """Path of the innermost module whose forward made the backward node, or the node of that number."""
@@ -106,9 +101,9 @@ class Modules:
     @contextmanager
     def _forward(self, path: str) -> Generator[None]:
         begin = next_number()
-        self._open.append(path)
+        self.running.append(path)
         yield
-        self._spans.append((begin, next_number(), self._open.pop()))
+        self._spans.append((begin, next_number(), self.running.pop()))
 
 
 @dataclass(frozen=True)
