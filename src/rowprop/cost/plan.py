@@ -65,7 +65,8 @@ def plan(
     indexing, which costs the plain step; and ``thinned``, for a model in training mode that has blocks for
     :func:`rowprop.thin`: the step of all rows with this ``keep`` after every block. Each way then runs at the keeps
     asked for, which the lines have not seen, as far as there is time. A way of another gradient than plain indexing's
-    (``recompute`` with BatchNorm or dropout in training, ``thinned``) is listed, and never chosen.
+    (``recompute`` with BatchNorm or dropout in training, ``thinned``) is listed, and never chosen. No engine follows
+    the :class:`~rowprop.cost.Plan` by itself; ``print(result.reason)`` is the short of it.
 
     Args:
         model: An ``nn.Module``, measured in the modes it is in.
@@ -79,9 +80,6 @@ def plan(
             kept rows are measured at least once; then the first keep asked for, a third number of rows for the lines,
             and the other keeps, each where three rounds of all still fit.
         tick: Called with a line on the work at hand and the fraction of all work done. Default None.
-
-    Returns:
-        A :class:`~rowprop.cost.Plan`; ``print(result.reason)`` is the short of it. No engine follows it by itself.
 
     Raises:
         InvalidInput: An argument is out of its range, or the losses do not fit. Errors of ``losses_fn`` pass.
@@ -361,8 +359,7 @@ class Way:
     """A way to train on some rows of a batch, at one keep.
 
     Attributes:
-        engine: ``"masked"`` (plain indexing, which saves nothing), ``"recompute"`` or ``"sliced"``; or ``"thinned"``,
-            the step of all rows after ``rowprop.thin(model, keep=keep)``.
+        engine: ``"masked"`` (plain indexing, which saves nothing), ``"recompute"``, ``"sliced"`` or ``"thinned"``.
         keep: The fraction asked for.
         kept: K: ``max(1, ceil(keep * N))``.
         step_s: Seconds with the update, which decide: the mean of the next two, or ``predicted_s`` alone.

@@ -89,7 +89,6 @@ class Profile:
         uncounted: Ops without a formula and their number of calls, which are in neither number of FLOPs.
         flops_per_s: What the machine reaches in a large matrix product.
         bytes_per_s: What it reaches in a large copy, read and written.
-        device: The model's device.
     """
 
     num_rows: int

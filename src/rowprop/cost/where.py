@@ -116,8 +116,8 @@ class DensifiedAt:
         node: The backward node.
         calls: How often it happened there.
         reason: Why; of several reasons the last.
-        time_share: Share of the backward's time in these nodes and all upstream of them, which run at full size because
-            of this place. Shares of different places overlap; others that read the same gradient are not counted.
+        time_share: Of the backward's time in these nodes and all upstream of them, which run at full size because of
+            this place. Shares of different places overlap; others that read the same gradient are not counted.
     """
 
     op: str

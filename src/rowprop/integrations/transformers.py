@@ -33,9 +33,10 @@ def select(
 ) -> SelectiveBackpropCallback:
     """Have a Trainer train on the rows or tokens that a selector keeps: one line between making it and training.
 
-    In training, ``compute_loss`` is replaced on this trainer. An update's gradient is that of the mean over all kept
-    rows (tokens) of its micro-batches on all processes; with weights that refer to the mean over all rows, as those of
-    unbiased selectors, of all its rows. The Trainer divides by neither accumulation steps nor ``num_items_in_batch``.
+    In training, ``compute_loss`` is replaced on this trainer, until the handle's ``remove()``. An update's gradient is
+    that of the mean over all kept rows (tokens) of its micro-batches on all processes; with weights that refer to the
+    mean over all rows, as those of unbiased selectors, of all its rows. The Trainer divides by neither accumulation
+    steps nor ``num_items_in_batch``.
 
     The Trainer logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``: means since the last log, over all
     processes. Its own ``loss`` is that of all rows; where a scorer leaves it unknown, that of the kept rows.
@@ -54,9 +55,6 @@ def select(
             tokens'. Tokens with the label -100 do not count. With a ``history`` the batches need an entry ``ids``,
             ``(N,)``, int64. With ``ranks`` processes select together, and the micro-batches of an update count alike.
             Progress is the trainer's.
-
-    Returns:
-        The handle, whose ``remove()`` gives the trainer its own training back.
 
     Raises:
         MissingExtra: On import, where transformers 5.23 or newer or accelerate is not installed.

@@ -93,7 +93,7 @@ def select_answers(
     Answers whose advantage is exactly 0 (groups that are all right or all wrong), and answers none of whose tokens
     count, leave before the forward of the update; those clipped in all their tokens before the backward below TRL's
     head. Loss and gradient stay TRL's own, over all answers. Each micro-batch still has one forward and one backward on
-    each process; one without an answer left runs two tokens.
+    each process; one without an answer left runs two tokens. The handle's ``remove()`` gives the trainer's own back.
 
     All metrics stay TRL's, but ``entropy`` is the mean over the tokens that went through the forward, and in
     ``vespo/phi_seq_mean`` the other answers count as if the policy had not moved. Also logged, over all processes:
@@ -105,9 +105,6 @@ def select_answers(
             before the forward. Classes are the prompts: ``PerClass(RandomRows(0.5))`` keeps half of the answers to
             each. Default None: no more answers leave than have no gradient.
         advantages: ``"all"`` (default): TRL's. ``"kept"``: normalised by ``scale_rewards`` over a prompt's kept ones.
-
-    Returns:
-        The handle, whose ``remove()`` gives the trainer its own training back.
 
     Raises:
         MissingExtra: TRL is not installed, or is older than 1.16.
