@@ -6,7 +6,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from rowprop.scoring import LossesFn, losses_of
 from rowprop.selection.common import check_fraction, count_kept
 from rowprop.state import backward_undone
 
-PARTS = ("forward", "backward_input", "backward_weight", "backward_recomputed")
+Part = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]
+PARTS: tuple[Part, ...] = get_args(Part)
 ByOp = dict[str, dict[str, int]]
 """FLOPs by part and op; a part or an op without any is left out."""
 UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
@@ -206,7 +207,7 @@ class _StepCounter:
                 self.hooks.callback(node.register_hook(partial(self._finish, node)).remove)
             self._running[node].ran(name, flops, inputs, out)
 
-    def _add(self, module: str, part: str, op: str, flops: int) -> None:
+    def _add(self, module: str, part: Part, op: str, flops: int) -> None:
         for by_op in (self.by_op, self.by_module.setdefault(module, {})) if flops else ():
             ops = by_op.setdefault(part, {})
             ops[op] = ops.get(op, 0) + flops
