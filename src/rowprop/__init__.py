@@ -23,7 +23,7 @@ if _typing.TYPE_CHECKING:
     from rowprop.backprop.pick import pick as pick
     from rowprop.backprop.rowwise import rowwise as rowwise
     from rowprop.backprop.watch import watch as watch
-    from rowprop.cost.planning import plan as plan
+    from rowprop.cost.plan import plan as plan
     from rowprop.errors import InvalidInput as InvalidInput
     from rowprop.errors import RowpropError as RowpropError
     from rowprop.errors import TooSmall as TooSmall
@@ -44,7 +44,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "backprop.pick": "pick",
             "backprop.rowwise": "rowwise",
             "backprop.watch": "watch",
-            "cost.planning": "plan",
+            "cost.plan": "plan",
             "errors": "InvalidInput RowpropError TooSmall UnsupportedOperation",
             "oracle.verify": "verify",
             "scoring": "Scored",

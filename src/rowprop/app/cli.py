@@ -283,7 +283,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Measure what each engine costs on your own model, beside the limit, and say which one pays at which keep."""
     from rowprop.app.page import environment_of, open_folder, write_plan
-    from rowprop.cost.planning import plan as make_plan
+    from rowprop.cost.plan import plan as make_plan
 
     options: dict[str, Any] = {"optimizer": None if optimizer == "none" else optimizer, "batchnorm": batchnorm}
     with ticking() as tick:
