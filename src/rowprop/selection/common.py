@@ -46,6 +46,12 @@ def mean_of(rows: Tensor, scores: Tensor, *, unbiased: bool = False) -> Selectio
     return mean_unread(rows.sort().values, scores.numel(), weights_dtype(scores), unbiased=unbiased)
 
 
+def every_row(scores: Tensor) -> Selection:
+    """Selection of all rows, each with weight ``1/N``."""
+    rows = torch.arange(scores.numel(), device=scores.device)
+    return mean_unread(rows, scores.numel(), weights_dtype(scores), unbiased=True)
+
+
 def checked_scores(name: str, scores: Tensor, context: Context, *, draws: bool = False) -> Tensor:
     """The scores that the selector ``name`` got, without their graph; ``draws`` by the context's generator."""
     check_context(name, context)
