@@ -16,7 +16,7 @@ from rowprop.integrations.shared import ClassesFn, Means, Numbers, Selects, chec
 from rowprop.scoring import LossesFn
 from rowprop.selection.base import Selector
 from rowprop.selection.common import check_fraction
-from rowprop.selection.fixed import Everything, LossMass
+from rowprop.selection.selectors import Everything, LossMass
 
 _learner: Any = module_of("fastai", "learner")
 _unreduced: Any = module_of("fastai", "layers").NoneReduce
