@@ -25,10 +25,7 @@ from torch import Tensor, nn
 
 from rowprop.checks import check_choice, check_losses_fn, check_whole, is_number, shown
 from rowprop.errors import InvalidInput
-from rowprop.history import ReducibleLoss
-from rowprop.history.losses import LossHistory
-from rowprop.history.pruning import PruningSampler
-from rowprop.history.stale import StaleScorer
+from rowprop.history import LossHistory, PruningSampler, ReducibleLoss, StaleScorer
 from rowprop.schedule import Schedule
 from rowprop.scoring import Downscaled, LossesFn, Scored, described, per_token, score_without_graph
 from rowprop.selection import (
@@ -63,16 +60,12 @@ __all__ = [
 def ohem(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.25, **options: Any) -> SelectiveBackprop:
     """Online hard example mining: backpropagate the rows with the largest losses.
 
+    Biased: each kept row counts ``1/K``. Source: Shrivastava et al., CVPR 2016, arXiv:1604.03540, which leaves out
+    regions that overlap with chosen ones.
+
     Args:
         keep: Fraction of rows kept, or a schedule. Default 0.25, this package's: the paper keeps 64 regions of an
             image's 2,000, and forums keep half of a batch.
-
-    Bias:
-        Biased: each kept row counts ``1/K``.
-
-    References:
-        Shrivastava, Gupta, Girshick, "Training Region-based Object Detectors with Online Hard Example Mining", CVPR
-        2016, arXiv:1604.03540, which leaves out regions that overlap with chosen ones.
     """
     return SelectiveBackprop(model, losses_fn, TopK(keep), **options)
 
@@ -80,14 +73,10 @@ def ohem(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.25, **options: Any) 
 def random(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.5, **options: Any) -> SelectiveBackprop:
     """Random rows: the control that every method has to beat at the same keep; random tokens with ``unit="token"``.
 
+    Unbiased. Source: Balles et al., 2023, arXiv:2312.05021: no selection by loss or gradient beat it consistently.
+
     Args:
         keep: Fraction of rows kept, or a schedule; default 0.5.
-
-    Bias:
-        Unbiased.
-
-    References:
-        Balles, Archambeau, Zappella, 2023, arXiv:2312.05021: no selection by loss or gradient beat it consistently.
     """
     return SelectiveBackprop(model, losses_fn, RandomRows(keep), **options)
 
@@ -106,6 +95,9 @@ def composer(
 ) -> SelectiveBackprop:
     """Composer's selective backprop: draw rows by the rank of their losses, in the second half of training.
 
+    Biased: the draw is not undone by weights. Source: mosaicml/composer, ``composer/algorithms/selective_backprop``,
+    whose defaults these are.
+
     Args:
         total_steps: Calls of the training. Default None: each call gives its progress.
         keep: Fraction of rows kept, or a schedule; default 0.5.
@@ -115,12 +107,6 @@ def composer(
             never; default 2.
         scale_factor: Side of the images that are scored, as a fraction. Default 1: the losses of the training forward
             are the scores. Below 1 the engine is ``recompute``, unless another is named.
-
-    Bias:
-        Biased: the draw is not undone by weights.
-
-    References:
-        mosaicml/composer, ``composer/algorithms/selective_backprop``, whose defaults these are.
     """
     if not is_number(scale_factor) or scale_factor != 1:
         options = {"scorer": Downscaled(cast("Any", losses_fn), scale_factor), "engine": "recompute"} | options
@@ -143,6 +129,9 @@ def batch_loss_filter(
 ) -> SelectiveBackprop:
     """BatchLossFilter: the fewest rows that hold 90 % of the batch's loss, from the second epoch on.
 
+    Biased: each kept row counts ``1/K``. Source: oguiza/fastai_extensions, ``BatchLossFilterCallback``, whose names and
+    defaults these are.
+
     Args:
         losses_fn: Its losses may not be negative.
         epochs: Passes over the data, at least 2: the first is trained whole.
@@ -150,12 +139,6 @@ def batch_loss_filter(
         min_loss_perc: Share of the batch's loss to hold, in (0, 1]; default 0.9.
         min_sample_perc: Least fraction of the rows to keep, in [0, 1]; default 0.
         mixed_precision_batch: Whether K is rounded up to a multiple of 8, for tensor cores; default False.
-
-    Bias:
-        Biased: each kept row counts ``1/K``.
-
-    References:
-        oguiza/fastai_extensions, ``BatchLossFilterCallback``, whose names and defaults these are.
     """
     check_choice("batch_loss_filter", "mixed_precision_batch", mixed_precision_batch, (False, True))
     selector: Selector = LossMass(min_loss_perc, min_sample_perc)
@@ -181,7 +164,8 @@ def biggest_losers(
 
     A row whose loss is above a share q of the last ``recent`` losses is kept with probability ``q ** beta``, about
     ``1 / (beta + 1)`` of all. ``record.ready`` says when ``batch_rows`` kept rows have contributed. The first epoch is
-    trained whole.
+    trained whole. Biased: the draw is not undone by weights. Source: Jiang et al., 2019, arXiv:1910.00762;
+    angelajiang/SelectiveBackprop, whose command line has beta 3, and staleness 3 with ``--fp_selector stale``.
 
     Args:
         batch_rows: Rows of an optimizer's step; the loader's batch size.
@@ -192,13 +176,6 @@ def biggest_losers(
         staleness: Every how many visits of a row its loss is computed anew. Default 1: each time, in the training
             forward. 3 is the original's StaleSB: the engine is then ``recompute``, unless another is named, and calls
             need ``ids``.
-
-    Bias:
-        Biased: the draw is not undone by weights.
-
-    References:
-        Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762;
-        angelajiang/SelectiveBackprop, whose command line has beta 3, and staleness 3 with ``--fp_selector stale``.
     """
     check_whole("biggest_losers", "staleness", staleness, 1)
     check_whole("biggest_losers", "batch_rows", batch_rows, 1)
@@ -216,6 +193,11 @@ def kath18(
 ) -> SelectiveBackprop:
     """Importance sampling by a bound of each row's gradient norm, while it pays; else uniform.
 
+    Unbiased, by norms of gradients: a row that scores 0 is never drawn. ``accumulate_to`` is refused: the draw's
+    weights make a mean over N rows. All rows are scored while rows are drawn uniformly, too; the original skips that,
+    and estimates the reduction of variance from rows it trains. Source: Katharopoulos and Fleuret, ICML 2018,
+    arXiv:1803.00942; idiap/importance-sampling.
+
     Args:
         losses_fn: ``(model, batch)`` to :class:`rowprop.Scored`: unreduced losses and
             :func:`rowprop.scoring.gradient_norm` of the same logits. Losses alone are sampled by loss.
@@ -223,17 +205,6 @@ def kath18(
             ``presample=3``.
         gated: Whether to sample uniformly until the estimated reduction of variance pays for scoring: above
             ``(B + 3b) / (3b)``; default True.
-
-    Bias:
-        Unbiased, by norms of gradients: a row that scores 0 is never drawn.
-
-    Notes:
-        ``accumulate_to`` is refused: the draw's weights make a mean over N rows. All rows are scored while rows are
-        drawn uniformly, too; the original skips that, and estimates the reduction of variance from rows it trains.
-
-    References:
-        Katharopoulos, Fleuret, "Not All Samples Are Created Equal: Deep Learning with Importance Sampling", ICML 2018,
-        arXiv:1803.00942; idiap/importance-sampling.
     """
     check_fraction("kath18", "keep", keep)
     check_choice("kath18", "gated", gated, (True, False))
@@ -257,7 +228,10 @@ def infobatch(
     """InfoBatch: leave out easy rows before the forward, an epoch at a time, and let the others count more.
 
     Fill the loader by ``step.sampler``, over ``WithIds(dataset)``, and give each call its ``ids``. The savings of a
-    ``selector`` come on top, and its weights are multiplied.
+    ``selector`` come on top, and its weights are multiplied. Unbiased given the stored losses, with an unbiased
+    ``selector`` or none: of n rows that may be left out each that is not counts ``n / drawn``, about
+    ``1 / (1 - prune)``. Source: Qin et al., ICLR 2024, arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch, whose defaults these
+    are.
 
     Args:
         num_rows: M, rows of the data.
@@ -267,14 +241,6 @@ def infobatch(
         multiple_of: Rows that an epoch is a multiple of; with ``drop_last=True`` the batch size. Default 1.
         seed: Of the order and the draw; default 0.
         selector: Chooses among the rows of each batch. Default None: all are backpropagated.
-
-    Bias:
-        Unbiased given the stored losses, with an unbiased ``selector`` or none: of n rows that may be left out each
-        that is not counts ``n / drawn``, about ``1 / (1 - prune)``.
-
-    References:
-        Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
-        arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch, whose defaults these are.
     """
     sampler = PruningSampler(
         LossHistory(num_rows), num_rows=num_rows, epochs=epochs, prune=prune, full_after=full_after,
@@ -289,17 +255,13 @@ def rho_loss(
 ) -> SelectiveBackprop:
     """RHO-LOSS: the rows whose loss exceeds most the loss that a model trained on other data has for them.
 
+    Biased: each kept row counts ``1/K``. Source: Mindermann et al., ICML 2022, arXiv:2206.07137; OATML/RHO-Loss, whose
+    defaults these are.
+
     Args:
         irreducible: Losses of all rows by id under a model trained on other data, shape ``(M,)``, as
             :func:`rowprop.history.holdout_losses` computes them. Calls need ``ids``.
         keep: Fraction of rows kept, or a schedule; default 0.1, 32 of 320.
-
-    Bias:
-        Biased: each kept row counts ``1/K``.
-
-    References:
-        Mindermann et al., "Prioritized Training on Points that are Learnable, Worth Learning, and Not Yet Learnt", ICML
-        2022, arXiv:2206.07137; OATML/RHO-Loss, whose defaults these are.
     """
     return SelectiveBackprop(model, losses_fn, ReducibleLoss(TopK(keep), irreducible), **options)
 
@@ -309,7 +271,9 @@ def rho1(
 ) -> SelectiveBackprop:
     """Rho-1's selective language modelling: the tokens whose loss exceeds most the loss of a reference model.
 
-    The step is on tokens, ``unit="token"``: give each call ``counted=`` where labels are ignored.
+    The step is on tokens, ``unit="token"``: give each call ``counted=`` where labels are ignored. Biased: each kept
+    token counts ``1/K``. Source: Lin et al., NeurIPS 2024, arXiv:2404.07965: 60 % of a batch's tokens for 1B
+    parameters, 70 % for 7B.
 
     Args:
         losses_fn: ``(model, batch)`` to the unreduced losses of all tokens, shape ``(N, T)``.
@@ -321,13 +285,6 @@ def rho1(
 
     Cost:
         A forward of the reference model in every step; remembered losses one over the data, and ``4 M T`` bytes.
-
-    Bias:
-        Biased: each kept token counts ``1/K``.
-
-    References:
-        Lin et al., "Rho-1: Not All Tokens Are What You Need", NeurIPS 2024, arXiv:2404.07965: 60 % of a batch's tokens
-        for 1B parameters, 70 % for 7B.
     """
     if isinstance(reference, nn.Module):
         losses_fn = _excess_over(reference, losses_fn)
@@ -354,23 +311,15 @@ def _excess_over(reference: nn.Module, losses_fn: LossesFn) -> LossesFn:
 def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **options: Any) -> SelectiveBackprop:
     """The tokens at which the policy is most undecided, for policy gradients ("Beyond the 80/20 Rule").
 
-    The step is on tokens, ``unit="token"``: give each call ``counted=``, the tokens of the completions.
+    The step is on tokens, ``unit="token"``: give each call ``counted=``, the tokens of the completions. Those kept are the
+    highest of one call's batch, of all ranks' with ``ranks=Global()``. Biased: each counts ``1/N``, as in the mean over
+    all tokens that count, and the others nothing; so ``accumulate_to`` is refused. Source: Wang et al., "Beyond the
+    80/20 Rule", 2025, arXiv:2506.01939; ``top_entropy_quantile=0.2`` of TRL's ``GRPOConfig``.
 
     Args:
         losses_fn: ``(model, batch)`` to :class:`rowprop.Scored`, both parts ``(N, T)``: the unreduced losses of the
             policy gradient, and the policy's entropies, ``rowprop.scoring.entropy(logits.flatten(0, 1)).view(N, T)``.
         keep: Fraction kept of the tokens that count, or a schedule; default 0.2.
-
-    Bias:
-        Biased: each kept token counts ``1/N``, as in the mean over all tokens that count, and the others nothing.
-
-    Notes:
-        ``accumulate_to`` is refused: weights are not ``1/K``. The kept tokens are the highest of one call's batch, of
-        all ranks' with ``ranks=Global()``.
-
-    References:
-        Wang et al., "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning for LLM
-        Reasoning", 2025, arXiv:2506.01939; ``top_entropy_quantile=0.2`` of TRL's ``GRPOConfig``.
     """
     check_losses_fn("high_entropy_tokens", losses_fn)
 
