@@ -311,10 +311,10 @@ def _excess_over(reference: nn.Module, losses_fn: LossesFn) -> LossesFn:
 def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **options: Any) -> SelectiveBackprop:
     """The tokens at which the policy is most undecided, for policy gradients ("Beyond the 80/20 Rule").
 
-    The step is on tokens, ``unit="token"``: give each call ``counted=``, the tokens of the completions. Those kept are the
-    highest of one call's batch, of all ranks' with ``ranks=Global()``. Biased: each counts ``1/N``, as in the mean over
-    all tokens that count, and the others nothing; so ``accumulate_to`` is refused. Source: Wang et al., "Beyond the
-    80/20 Rule", 2025, arXiv:2506.01939; ``top_entropy_quantile=0.2`` of TRL's ``GRPOConfig``.
+    The step is on tokens, ``unit="token"``: give each call ``counted=``, the tokens of the completions. Those kept are
+    the highest of one call's batch, of all ranks' with ``ranks=Global()``. Biased: each counts ``1/N``, as in the mean
+    over all tokens that count, and the others nothing; so ``accumulate_to`` is refused. Source: Wang et al., "Beyond
+    the 80/20 Rule", 2025, arXiv:2506.01939; ``top_entropy_quantile=0.2`` of TRL's ``GRPOConfig``.
 
     Args:
         losses_fn: ``(model, batch)`` to :class:`rowprop.Scored`, both parts ``(N, T)``: the unreduced losses of the

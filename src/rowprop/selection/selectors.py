@@ -35,9 +35,10 @@ from rowprop.selection.common import (
 
 @dataclass(frozen=True)
 class TopK(Keeping):
-    """Keep the rows with the largest scores: biased towards these; each kept row counts ``1/K``.
+    """Keep the rows with the largest scores.
 
-    Ties go to the lower row; a NaN score ranks last. Source: OHEM, Shrivastava et al., CVPR 2016, arXiv:1604.03540.
+    Biased towards high scores; each kept row counts ``1/K``. Ties go to the lower row; a NaN score ranks last. Source:
+    OHEM, Shrivastava et al., CVPR 2016, arXiv:1604.03540.
 
     Args:
         keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
