@@ -14,8 +14,7 @@ from rowprop.errors import InvalidInput
 from rowprop.history.losses import check_ids, filled
 from rowprop.host import waits
 from rowprop.scoring import described, per_row, per_token, score_without_graph
-from rowprop.selection.base import NOTHING, Context, Selection
-from rowprop.selection.common import checked_scores
+from rowprop.selection.base import Context, Selection
 from rowprop.selection.wrapped import Around
 from rowprop.state import rng_kept
 
@@ -25,34 +24,23 @@ class ReducibleLoss(Around):
     """Select by the loss less the irreducible loss (RHO-LOSS): a selector around a selector.
 
     It is small for a mislabeled row, which is hard for the holdout model too, and for one already learnt. Calls need
-    ``ids``.
+    ``ids``, and cost one gather; where ids or ``irreducible`` are on an accelerator, the host reads one flag.
+
+    Biased towards rows that are learnable and not yet learnt; a selection that is unbiased for any scores stays so.
+    Reducible losses may be negative, which selectors that draw in proportion refuse. Source: Mindermann et al., ICML
+    2022, arXiv:2206.07137.
 
     Args:
         selector: Any selector; its scores are the reducible losses.
         irreducible: Losses under a model trained on other data, by row id, shape ``(M,)``, as :func:`holdout_losses`
-            gives them; NaN where unknown. In a step with ``unit="token"`` also ``(M, T)``, by a token's place in its
-            row.
-
-    Raises:
-        InvalidInput: An argument is of the wrong kind or shape; or, when called, there are no ids, a row or a token has
-            no irreducible loss, or the selector inside raises.
-
-    Cost:
-        One gather. Where ids or ``irreducible`` are on an accelerator, the host reads one flag.
-
-    Bias:
-        Biased towards rows that are learnable and not yet learnt; a selection that is unbiased for any scores stays so.
-        Reducible losses may be negative, which selectors that draw in proportion refuse.
+            gives them; NaN where unknown, which a call refuses. In a step with ``unit="token"`` also ``(M, T)``, by a
+            token's place in its row.
 
     Example:
         >>> from rowprop.selection import Context
         >>> selector = ReducibleLoss(TopK(keep=0.5), torch.tensor([0.1, 2.0, 0.3]))
         >>> selector(torch.tensor([2.5, 1.0]), Context(ids=torch.tensor([1, 2]))).rows.tolist()
         [1]
-
-    References:
-        Mindermann et al., "Prioritized Training on Points that are Learnable, Worth Learning, and Not Yet Learnt",
-        ICML 2022, arXiv:2206.07137.
     """
 
     irreducible: Tensor
@@ -63,12 +51,10 @@ class ReducibleLoss(Around):
         needed = "floating losses were needed, shape (M,) of rows or (M, T) of tokens; holdout_losses computes them."
         check_numbers("ReducibleLoss", "irreducible", table, needed)
         if table.dim() not in (1, 2) or table.numel() == 0 or not table.is_floating_point():
-            given = f"shape {tuple(table.shape)} and dtype {table.dtype}"
-            raise InvalidInput(f"ReducibleLoss got irreducible losses of {given} but {needed}")
+            raise InvalidInput(f"ReducibleLoss got {described(table, 'irreducible losses')} but {needed}")
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Select by the losses ``scores`` ``(N,)`` less the irreducible ones of the context's ids."""
-        scores, table = checked_scores("ReducibleLoss", scores, context), self.irreducible
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
+        table = self.irreducible
         places = [context.need("ids", "ReducibleLoss").to(table.device)]
         if table.dim() == 2:
             places.append(context.need("positions", "ReducibleLoss with losses of tokens").to(table.device))
@@ -99,7 +85,8 @@ def holdout_losses(
         model: The holdout model, trained on other rows; it runs in evaluation mode without a graph, and stays as it is.
         losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)`` or ``(N, 1)``.
         loader: Yields pairs of ids, shape ``(N,)``, int64, and the batch on the device that ``losses_fn`` needs; e.g. a
-            ``DataLoader`` over :class:`rowprop.history.WithIds` of the data to train on, every row once.
+            ``DataLoader`` over :class:`rowprop.history.WithIds` of the data to train on, every row once: one forward
+            over them, of a model that can be much smaller than the trained one.
         unit: ``"row"`` (default), or ``"token"`` where ``losses_fn`` returns those of each row's tokens, ``(N, T)``. T
             may differ between batches that are padded at the end of their rows.
 
@@ -110,9 +97,6 @@ def holdout_losses(
 
     Raises:
         InvalidInput: ``loader`` yields nothing or no such pairs, or ``losses_fn`` returns no losses of that unit.
-
-    Cost:
-        One forward over the data, of a model that can be much smaller than the trained one.
 
     Example:
         >>> model, data = torch.nn.Linear(2, 1), torch.randn(6, 2)

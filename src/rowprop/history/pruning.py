@@ -30,8 +30,13 @@ class PruningSampler(Sampler[int]):
     weights by the factors, which are in the history; in a loop of one's own, the loss is
     ``(losses * history.weights_of(ids)).mean()``.
 
-    Each iteration of a ``DataLoader`` over it is an epoch. Batches have to come in its order, as by default, with any
-    number of workers: the ids tell how far an epoch is trained (:meth:`trained`).
+    Each iteration of a ``DataLoader`` over it is an epoch, for which the history is copied to the host once. Batches
+    have to come in its order, as by default, with any number of workers: the ids tell how far an epoch is trained
+    (:meth:`trained`).
+
+    Unbiased: each row counts once in expectation (but those that ``multiple_of`` cuts off), and an epoch's factors add
+    up to ``num_rows``. It has fewer steps, each larger by ``num_rows / len(sampler)``. Source: Qin et al., ICLR 2024,
+    arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch. docs/recipes.md tells the differences.
 
     Args:
         history: Losses by row id, kept by the step; ids are the places in the data set, as :class:`WithIds
@@ -53,17 +58,6 @@ class PruningSampler(Sampler[int]):
 
     Raises:
         InvalidInput: An argument is out of its range, or ``history.num_rows`` is smaller than ``num_rows``.
-
-    Cost:
-        A pass over the history, copied to the host, once per epoch.
-
-    Bias:
-        None: each row counts once in expectation (but those that ``multiple_of`` cuts off), and an epoch's factors add
-        up to ``num_rows``. It has fewer steps, each larger by ``num_rows / len(sampler)``.
-
-    References:
-        Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
-        arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch. docs/recipes.md tells the differences.
     """
 
     history: LossHistory
@@ -106,9 +100,7 @@ class PruningSampler(Sampler[int]):
         rows = 1 + count_kept(1 - self.prune, self.num_rows - 1) if pruned else self.num_rows
         most = math.ceil(rows / self.num_replicas)
         if self.multiple_of > most:
-            short = (
-                f"an epoch may be as short as {most} rows per rank, of which no multiple of {self.multiple_of} is left"
-            )
+            short = f"an epoch may be as short as {most} rows per rank, of which no such multiple is left"
             raise InvalidInput(f"PruningSampler got multiple_of={self.multiple_of} but {short}; give {most} or less.")
 
     @property
@@ -129,11 +121,8 @@ class PruningSampler(Sampler[int]):
         """How many rows of the running epoch are done once these are trained: all up to the furthest of them.
 
         So a batch that is trained twice counts once, and one that is skipped is done with the next. Rows of this rank
-        count, those before a resume included.
-
-        Args:
-            ids: Rows of a batch, shape ``(N,)``, int64; the host waits for them. Those that are not in the rest of the
-                epoch count nothing.
+        count, those before a resume included. ``ids`` are the rows of a batch, ``(N,)``, int64; the host waits for
+        them, and those that are not in the rest of the epoch count nothing.
         """
         check_ids("PruningSampler.trained", ids)
         if self._places is None:  # no epoch runs
@@ -176,13 +165,8 @@ class PruningSampler(Sampler[int]):
 
         :class:`rowprop.SelectiveBackprop` saves it with its own state where it is given the sampler. Otherwise save the
         history too. On several ranks, synchronise the history before; any rank's state is then good for all.
-
-        Args:
-            trained: How far the running epoch is trained: :meth:`trained` of the ids of its last batch. Default None:
-                to the end.
-
-        Raises:
-            InvalidInput: ``trained`` is more than the rows of the epoch, or less than at its resume.
+        ``trained`` is how far the running epoch is trained, :meth:`trained` of the ids of its last batch, else refused;
+        default None: to the end.
         """
         most = self._before + (0 if self._order is None else len(self))
         done = most if trained is None else trained
@@ -199,8 +183,7 @@ class PruningSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken: the next iteration yields exactly the rows that the epoch had left.
 
-        Raises:
-            InvalidInput: No sampler of that many rows can have made ``state``; nothing is loaded then.
+        A state that no sampler of that many rows can have made is refused, and nothing is loaded.
         """
         owner = "PruningSampler.load_state_dict"
         check_entries(owner, state, ("num_rows", "begun", "trained", "order"))

@@ -23,31 +23,19 @@ class StaleScorer:
 
     A row's loss is computed when it has none, and from then on at every ``staleness``-th visit; the losses of the rows
     that the step trains count as fresh. The history is the step's: ``SelectiveBackprop(model, losses_fn, selector,
-    history=LossHistory(), scorer=StaleScorer(losses_fn), engine="recompute")``.
+    history=LossHistory(), scorer=StaleScorer(losses_fn), engine="recompute")``. Losses are up to ``staleness - 1``
+    visits old, and BatchNorm in training normalises over the scored rows alone. Sources: Jiang et al., 2019,
+    arXiv:1910.00762 (``StaleSB``); angelajiang/SelectiveBackprop, ``lib/fp_selectors.py``.
 
     Args:
         losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, 1)``, of the rows that need a forward.
-        staleness: Visits after which a row is scored anew, 1 (always) or more. Default 3, as in the published command
+        staleness: Visits after which a row is scored anew, 1 (always) or more. Default 3, as the published command
             line.
-
-    Returns:
-        When called with ``(model, batch, context)``, the losses, shape ``(N,)``, float32.
-
-    Raises:
-        InvalidInput: An argument is of the wrong kind; when called, the context has no ids, or no
-            :class:`rowprop.history.LossHistory`.
 
     Cost:
         A forward without a graph of about ``N / staleness`` rows, which the host reads; with ``recompute`` and the kept
         fraction k ``F / staleness + k (F + B)``. One row alone is joined by another, because BatchNorm in training
         needs two; under DDP and FSDP, whose ranks must run as many forwards, at least two rows have one.
-
-    Bias:
-        Losses are up to ``staleness - 1`` visits old, and BatchNorm in training normalises over the scored rows alone.
-
-    References:
-        Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762, section on
-        stale losses (``StaleSB``); angelajiang/SelectiveBackprop, ``lib/fp_selectors.py``.
     """
 
     def __init__(self, losses_fn: Callable[[Any, Any], Tensor], staleness: int = 3) -> None:
@@ -57,7 +45,7 @@ class StaleScorer:
         self.staleness = staleness
 
     def __call__(self, model: Any, batch: Any, context: Context) -> Tensor:
-        """Return the losses of the rows of ``batch``, stored or fresh."""
+        """Return the losses, stored or fresh, ``(N,)``, float32; needs ids and a LossHistory in the context."""
         check_context("StaleScorer", context)
         ids, history = context.need("ids", "StaleScorer"), context.need("history", "StaleScorer")
         if not isinstance(history, LossHistory):
