@@ -184,9 +184,8 @@ def test_dense_updates_never_wait_for_the_device(monkeypatch):
         ids, losses = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
         with pytest.raises(DataDependentOutputException):  # the test of the test: ids on the host are looked at
             history.update(ids, losses)
-        # ids on a device do not meet this check
-        monkeypatch.setattr(rowprop.history.losses, "_check_range", lambda ids, num_rows: None)
-        monkeypatch.setattr(rowprop.history.losses, "_check_places", lambda rows, num_rows: None)  # nor do rows
+        # ids and rows on a device do not meet this check
+        monkeypatch.setattr(rowprop.history.losses, "first_outside", lambda places, size: None)
         history.store(ids, losses)
         history.update(ids, losses, ids[:2])
         assert history.weights_of(ids).shape == (4,)

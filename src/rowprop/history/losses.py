@@ -147,7 +147,9 @@ class LossHistory:
         if rows is not None:
             check_numbers("LossHistory.update", "rows", rows)
             if rows.dim() != 1 or rows.dtype != torch.int64:
-                needed = "places in the batch were needed, shape (K,), int64; of a mask, `mask.nonzero().squeeze(1)`."
+                needed = (
+                    "places were needed, shape (K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
+                )
                 raise InvalidInput(f"LossHistory.update got {described(rows, 'rows')} but {needed}")
             if not waits(rows) and (wrong := first_outside(rows, ids.numel())) is not None:
                 places = f"places in the batch were needed, 0 to {ids.numel() - 1}"
@@ -245,13 +247,8 @@ class LossHistory:
         if known is None:
             # To an accelerator the copy may run late; numbers that the host reads must have arrived.
             places = ids.to(self.device, non_blocking=waits(self.device))
-            size = cast("int", self.num_rows)
-            seen = None if waits(ids) and waits(places) else first_outside(places if waits(ids) else ids, size)
-            if seen is not None:
-                remedy = "give the number of rows of the data set, or num_rows=None for ids of any kind."
-                raise InvalidInput(
-                    f"LossHistory got id {seen} but has ids 0 to {size - 1}, by num_rows={size}; {remedy}"
-                )
+            if not (waits(ids) and waits(places)):
+                _check_range(places if waits(ids) else ids, cast("int", self.num_rows))
             return places
         numbers = cast("list[int]", cast("Any", ids).tolist())
         if add:
@@ -333,6 +330,12 @@ def first_outside(places: Tensor, size: int) -> int | None:
     """The first that is not in [0, size); None where all are."""
     outside = (places < 0) | (places >= size)
     return int(places[outside][0]) if bool(outside.any()) else None
+
+
+def _check_range(ids: Tensor, num_rows: int) -> None:
+    if (wrong := first_outside(ids, num_rows)) is not None:
+        remedy = "give the number of rows of the data set, or num_rows=None for ids of any kind."
+        raise InvalidInput(f"LossHistory got id {wrong} but has num_rows={num_rows}, ids 0 to {num_rows - 1}; {remedy}")
 
 
 def _check_factors(owner: str, weights: Tensor) -> None:

@@ -100,8 +100,9 @@ class PruningSampler(Sampler[int]):
         rows = 1 + count_kept(1 - self.prune, self.num_rows - 1) if pruned else self.num_rows
         most = math.ceil(rows / self.num_replicas)
         if self.multiple_of > most:
-            short = f"an epoch may be as short as {most} rows per rank, of which no such multiple is left"
-            raise InvalidInput(f"PruningSampler got multiple_of={self.multiple_of} but {short}; give {most} or less.")
+            left = f"of which no multiple of {self.multiple_of} is left; give {most} or less."
+            short = f"an epoch may be as short as {most} rows per rank, {left}"
+            raise InvalidInput(f"PruningSampler got multiple_of={self.multiple_of} but {short}")
 
     @property
     def _pruned_epochs(self) -> int:
