@@ -42,6 +42,8 @@ def num_rows(batch: object) -> int:
 def take(batch: Any, rows: Tensor) -> Any:
     """Take some rows of a batch, in the given order, and leave the batch itself alone.
 
+    It costs one gather per tensor; a copy of ``rows`` to the host only for lists, arrays and tensors that live there.
+
     Args:
         batch: A tensor or nested containers of tensors; see the module's text.
         rows: Row indices, shape ``(K,)``, int64, on any device.
@@ -53,9 +55,6 @@ def take(batch: Any, rows: Tensor) -> Any:
         InvalidInput: ``rows`` is not a vector of indices, one of them is out of range (on an accelerator torch's own
             assertion says so), or the batch's tensors disagree about N.
 
-    Cost:
-        One gather per tensor; a copy of ``rows`` to the host only for lists, arrays and tensors that live there.
-
     Example:
         >>> take({"x": torch.arange(8).view(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0}, torch.tensor([1, 3]))
         {'x': tensor([[2, 3],
@@ -65,11 +64,10 @@ def take(batch: Any, rows: Tensor) -> Any:
         needed = "a tensor of row indices was needed, shape (K,), int64."
         raise InvalidInput(f"take got rows that are a {type(rows).__name__} but {needed}")
     if rows.dim() != 1 or rows.dtype != torch.int64 or (rows.is_meta and not all(t.is_meta for t in tensors(batch))):
-        given = f"rows of shape {tuple(rows.shape)} and dtype {rows.dtype}"
-        needed = (
-            "row indices were needed, shape (K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
+        given = (
+            f"rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but row indices were needed, shape (K,), int64"
         )
-        raise InvalidInput(f"take got {given} but {needed}")
+        raise InvalidInput(f"take got {given}; turn a mask into indices with `mask.nonzero().squeeze(1)`.")
     size = num_rows(batch)
     if size == 0 and rows.numel() > 0:
         raise InvalidInput(f"take got {rows.numel()} rows to take but the batch has none.")

@@ -14,7 +14,7 @@ from rowprop.errors import InvalidInput
 from rowprop.history.losses import check_ids, filled
 from rowprop.host import waits
 from rowprop.scoring import described, per_row, per_token, score_without_graph
-from rowprop.selection.base import Context, Selection
+from rowprop.selection.base import Context, Selection, asked
 from rowprop.selection.wrapped import Around
 from rowprop.state import rng_kept
 
@@ -69,7 +69,8 @@ class ReducibleLoss(Around):
             needed = "one of each was needed; run holdout_losses over all rows of the data."
             raise InvalidInput(f"ReducibleLoss has no irreducible loss of {some} (the first has {where}) but {needed}")
         # To an accelerator without waiting for it; the other way must wait.
-        return self._select(scores - known.to(scores.device, scores.dtype, non_blocking=waits(scores)), context)
+        known = known.to(scores.device, scores.dtype, non_blocking=waits(scores))
+        return asked(self.selector, scores - known, context)
 
 
 def holdout_losses(

@@ -52,22 +52,6 @@ def every_row(scores: Tensor) -> Selection:
     return mean_unread(rows, scores.numel(), weights_dtype(scores), unbiased=True)
 
 
-def checked_scores(name: str, scores: Tensor, context: Context, *, draws: bool = False) -> Tensor:
-    """The scores that the selector ``name`` got, without their graph; ``draws`` by the context's generator."""
-    check_context(name, context)
-    check_tensor(name, "scores", scores, "one floating number per row was needed, a tensor of shape (N,).")
-    if scores.dim() != 1 or scores.numel() == 0 or not scores.is_floating_point():
-        needed = "one floating number per row was needed, shape (N,); reduce as in `loss.flatten(1).mean(1)`."
-        raise InvalidInput(f"{name} got {described(scores, 'scores')} but {needed}")
-    check_fits(context, scores.numel())
-    generator = context.generator if draws else None
-    if generator is not None and generator.device.type != scores.device.type:
-        devices = f"a generator on {generator.device} but the scores are on {scores.device}"
-        raise InvalidInput(f"{name} got {devices}; make it with torch.Generator({scores.device.type!r}).")
-    check_numbers(name, "scores", scores)
-    return scores.detach()
-
-
 def on_host(name: str, scores: Tensor) -> Tensor:
     """Scores in float64 on the host, all finite."""
     values = scores.cpu().double()
@@ -103,7 +87,19 @@ class Checked:
 
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Select among ``scores`` ``(N,)``, larger = more wanted; schedules are asked at the context's progress."""
-        return self._choose(checked_scores(type(self).__name__, scores, context, draws=self._draws), context)
+        name = type(self).__name__
+        check_context(name, context)
+        check_tensor(name, "scores", scores, "one floating number per row was needed, a tensor of shape (N,).")
+        if scores.dim() != 1 or scores.numel() == 0 or not scores.is_floating_point():
+            needed = "one floating number per row was needed, shape (N,); reduce as in `loss.flatten(1).mean(1)`."
+            raise InvalidInput(f"{name} got {described(scores, 'scores')} but {needed}")
+        check_fits(context, scores.numel())
+        generator = context.generator if self._draws else None
+        if generator is not None and generator.device.type != scores.device.type:
+            devices = f"a generator on {generator.device} but the scores are on {scores.device}"
+            raise InvalidInput(f"{name} got {devices}; make it with torch.Generator({scores.device.type!r}).")
+        check_numbers(name, "scores", scores)
+        return self._choose(scores.detach(), context)
 
     def _choose(self, scores: Tensor, context: Context) -> Selection:
         raise NotImplementedError
