@@ -40,7 +40,7 @@ from rowprop.selection import (
     TopK,
 )
 from rowprop.selection.base import Selector
-from rowprop.selection.common import Keep, check_fraction
+from rowprop.selection.selectors import Keep, check_fraction
 from rowprop.step.selective import SelectiveBackprop
 
 __all__ = [

@@ -28,8 +28,7 @@ class Schedule:
     """Select rows in the middle of training only, with whole batches in between: Composer's schedule.
 
     Selection is on where ``start <= progress < end`` and ``interrupt == 0 or (batch_index + 1) % interrupt != 0``.
-    Source: mosaicml/composer, ``should_selective_backprop``: the code, not its README. Its batch index counts within
-    the epoch.
+    Source: the code of mosaicml/composer, ``should_selective_backprop``; its batch index counts within the epoch.
 
     Args:
         start: Fraction of the training at which selection begins, in [0, 1); default 0.5.
@@ -107,8 +106,7 @@ class Ramp:
 class Joined:
     """One schedule after the other, each from its own start to the start of the next.
 
-    Each part sees its own progress, 0 where it starts and 1 where the next one does. As optax's ``join_schedules``,
-    where each schedule counts steps from its own boundary.
+    Each part sees its own progress, 0 where it starts and 1 where the next one does, as in optax's ``join_schedules``.
 
     Args:
         parts: Pairs of the fraction of the training at which the part starts, and the part: a number, or a callable

@@ -8,7 +8,7 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from rowprop.selection.common import count_kept
+from rowprop.selection.selectors import count_kept
 
 SAME, BY_POLICY, ANOTHER, EXPECTED = "same", "by policy", "another", "in expectation"
 """How a way's gradient relates to that of plain indexing, see :class:`Way`."""

@@ -15,7 +15,7 @@ from rowprop.checks import check_choice, check_entries, check_number, check_vect
 from rowprop.distributed import check_group
 from rowprop.errors import InvalidInput
 from rowprop.history.losses import LossHistory, check_ids, check_made_for, first_outside
-from rowprop.selection.common import SLACK, count_kept
+from rowprop.selection.selectors import SLACK, count_kept
 
 __all__ = ["PruningSampler"]
 

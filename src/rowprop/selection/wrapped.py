@@ -12,7 +12,7 @@ from torch import Tensor
 from rowprop.checks import check_entries, check_whole
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Context, Selection, Selector, Stateful, asked, check_selector, keep_of, unread
-from rowprop.selection.common import Checked, hardest_first, mean_of, weights_dtype
+from rowprop.selection.selectors import Checked, hardest_first, mean_of, weights_dtype
 
 
 @dataclass(frozen=True)

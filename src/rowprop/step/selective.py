@@ -28,7 +28,7 @@ from rowprop.schedule import Schedule
 from rowprop.scoring import LossesFn, Scored, Scorer, per_row, score_without_graph
 from rowprop.selection import Context, Selection, Selector, Stateful
 from rowprop.selection.base import OfScores, asked, check_fits, check_selector, keep_of, mean_unread, unread
-from rowprop.selection.common import NotFinite, every_row, hardest_first, weights_dtype
+from rowprop.selection.selectors import NotFinite, every_row, hardest_first, weights_dtype
 from rowprop.state import device_of
 from rowprop.step.record import Record
 from rowprop.step.small import warn_if_too_small
