@@ -455,7 +455,7 @@ def test_where_ranks_must_run_as_many_forwards_two_rows_are_always_scored(monkey
 
     history.update(batch, torch.full((4,), 5.0))
     assert scored(batch) == [5.0] * 4 and clock.asked == []
-    monkeypatch.setattr("rowprop.history.stale.averages_gradients", lambda model: True)
+    monkeypatch.setattr("rowprop.history.lookup.averages_gradients", lambda model: True)
     assert scored(batch) == [0.0, 1.0, 5.0, 5.0] and clock.asked == [[0, 1]]
     assert scored(batch[2:3]) == [2.0] and clock.asked[1:] == [[2]]
 
