@@ -46,9 +46,8 @@ class SelectiveBackprop:
     """A training step that backpropagates only the rows that a selector keeps.
 
     The returned loss is ``(losses[rows] * weights).sum()``, for most selectors the mean over the kept rows; its
-    ``backward()`` costs what the engine sets. Autocast, gradient scaling, clipping and the optimizer stay in the user's
-    loop. Under DDP or FSDP, give the wrapped model and ``ranks``: each rank then runs the same forwards and a backward
-    whatever it keeps.
+    ``backward()`` costs what the engine sets. Autocast, scaling, clipping and the optimizer stay in the user's loop.
+    Under DDP or FSDP, give the wrapped model and ``ranks``: then all run the same forwards, and a backward in any case.
 
     Args:
         model: The model that ``losses_fn`` is given, usually an ``nn.Module``.
@@ -56,8 +55,8 @@ class SelectiveBackprop:
             With the engine ``recompute`` it is also called on the kept rows alone.
         selector: ``(scores, context)`` to a :class:`rowprop.Selection`, for example :class:`rowprop.TopK`. A batch of
             which the selector is known to keep every row is trained whole, without scoring.
-        scorer: ``(model, batch)``, or ``(model, batch, context)``, to scores of the same shapes, run without a graph
-            and without a trace (:func:`rowprop.scoring.score_without_graph`). Default None: the losses are the scores.
+        scorer: ``(model, batch)``, or ``(model, batch, context)``, to scores of the same shapes, run by
+            :func:`rowprop.scoring.score_without_graph`. Default None: the losses are the scores.
         schedule: Says when rows are selected; else the whole batch is trained. Default None: always. Needs
             ``total_steps``, a sampler, or the progress in each call.
         total_steps: How many calls the training has: progress is ``step / total_steps``. Default None: unknown.
@@ -181,18 +180,12 @@ class SelectiveBackprop:
             The loss, 0-d with a graph, at least float32, and the :class:`Record`.
         """
         context = self._context(batch_index, ids, classes, progress)
-        call = Call(
-            batch=batch,
-            num_rows=rows_of(batch),
-            tokens=tokens_of(counted, self.unit),
-            context=context,
-            whole=self._whole(context, self._step if batch_index is None else batch_index),
-            seconds={"score": 0.0, "forward": 0.0, "select": 0.0} if self.timing else None,
-            late=[] if self._alone else None,  # a rank that raises late has spoilt the others' averaged gradients
-        )
+        whole = self._whole(context, self._step if batch_index is None else batch_index)
+        seconds = {"score": 0.0, "forward": 0.0, "select": 0.0} if self.timing else None
+        late: Late | None = [] if self._alone else None  # a late error would have spoilt gradients of others
+        call = Call(batch, rows_of(batch), tokens_of(counted, self.unit), context, whole, seconds, late)
         if call.num_rows is not None:
             check_fits(context, call.num_rows)
-
         scored = _score(self, call)
         selection, kept_by_rank, loss_all = _select(self, call, scored, self._contributed)
         kept = _train(self, call, scored, selection)
@@ -201,7 +194,6 @@ class SelectiveBackprop:
         else:
             loss = (kept * selection.weights).sum()
         _check_late(loss, call.late, self.unit)
-
         contributed = self._contributed + sum(kept_by_rank)
         record = Record(
             step=self._step,
@@ -276,9 +268,8 @@ class SelectiveBackprop:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken, bit for bit.
 
-        Raises:
-            InvalidInput: ``state`` comes from a step with other parts, counts more rows than ``accumulate_to`` asks
-                for, or a part cannot load its own; nothing is loaded then.
+        A state of a step with other parts, with more rows than ``accumulate_to`` asks for, or with one that a part
+        cannot load, raises :class:`rowprop.InvalidInput`, and nothing is loaded.
         """
         before = self.state_dict()
         _check_state(state, before, self.accumulate_to)
@@ -370,7 +361,6 @@ def _score(step: SelectiveBackprop, call: Call) -> Scores:
             known = losses.detach()
             if scores is None:
                 scores = known if beside is None else beside.detach()
-
     scores, context = cast("Tensor", scores), call.context
     if call.num_rows is None and tokens is None:  # nobody could say before how many there are
         check_fits(context, scores.numel())

@@ -67,17 +67,17 @@ def thin(
             equal draws depend on each other, and the expectation is off. Default None: one of its own, seeded from
             ``torch.initial_seed()``, the rank and the handle's number in this process.
 
-    Returns:
-        A handle: ``handle.record`` tells of the last backward, ``handle.paused()`` gives exact gradients,
-        ``handle.remove()`` ends it.
-
     Raises:
         InvalidInput: A value out of range, a block that is not in the model, no block found, or a thinned model.
+
+    It returns a handle: ``handle.record`` tells of the last backward, ``handle.paused()`` gives exact gradients,
+    ``handle.remove()`` ends it.
 
     Exact are the forward, the gradients above the last block, and all gradients in evaluation mode, under
     ``create_graph=True``, under ``torch.func`` transforms, and in compiled regions. All others are right on average;
     below BatchNorm in training mode nearly, see ``docs/thinning.md``. Rows are the entries of the dimension that has
-    the size of the model's first input tensor; an output without one is left alone.
+    the size of the model's first input tensor; an output without one is left alone. Source: VCAS (Wang et al., ICLR
+    2024, arXiv:2402.17227), whose control needs six further passes.
 
     Where draws cost more than they save, by the shares and the graph's sizes and never by a clock, ``tau`` draws none
     and tries again later; ``handle.record.reason`` says it. ``keep=`` always draws.
@@ -87,9 +87,6 @@ def thin(
         device. Without ``keep=``, the 2nd, 4th, 8th and 16th backward and then one in 20 measures each row's part of
         the weight gradients, sliced even where all rows are kept: .05 of a step of 128 rows in a transformer of width
         384, and .13 in one of width 96.
-
-    Source:
-        VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes.
 
     Example:
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
@@ -144,9 +141,8 @@ class ThinRecord:
     def to_dict(self) -> dict[str, float | str]:
         """Return the numbers under flat names, as loggers take them.
 
-        Returns:
-            ``thin/keep`` (the mean of the blocks) and ``thin/variance`` (their sum), both also for each block, as in
-            ``thin/keep/encoder.0``; ``thin/ratio``, ``thin/saved``, ``thin/pairs``, ``thin/passes``, ``thin/reason``.
+        They are ``thin/keep`` (the mean of the blocks) and ``thin/variance`` (their sum), both also for each block, as
+        in ``thin/keep/encoder.0``; ``thin/ratio``, ``thin/saved``, ``thin/pairs``, ``thin/passes``, ``thin/reason``.
         """
         mean = sum(self.keep.values()) / len(self.keep) if self.keep else 1.0
         flat: dict[str, float | str] = {"thin/keep": mean, "thin/variance": sum(self.variance.values())}
@@ -233,8 +229,7 @@ class Thinning:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the handle would have that returned this state.
 
-        Raises:
-            InvalidInput: An entry is missing, impossible or of another version of rowprop; nothing is loaded then.
+        An entry that is missing, impossible or of another version of rowprop is refused, and nothing is loaded.
         """
         check_entries(OWNER, state, ["control", "worth", "pairs", "generator"])
         if not isinstance(state.get("version"), int) or state["version"] != VERSION:
