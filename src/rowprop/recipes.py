@@ -23,23 +23,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from rowprop import selection
 from rowprop.checks import check_choice, check_losses_fn, check_whole, is_number, shown
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, PruningSampler, ReducibleLoss, StaleScorer
 from rowprop.schedule import Schedule
 from rowprop.scoring import Downscaled, LossesFn, Scored, described, per_token, score_without_graph
-from rowprop.selection import (
-    Everything,
-    ImportanceSampling,
-    LossMass,
-    MultipleOf,
-    OverAll,
-    PercentileSampling,
-    RandomRows,
-    RankSampling,
-    TopK,
-)
-from rowprop.selection.base import Selector
 from rowprop.selection.selectors import Keep, check_fraction
 from rowprop.step.selective import SelectiveBackprop
 
@@ -67,7 +56,7 @@ def ohem(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.25, **options: Any) 
         keep: Fraction of rows kept, or a schedule. Default 0.25, this package's: the paper keeps 64 regions of an
             image's 2,000, and forums keep half of a batch.
     """
-    return SelectiveBackprop(model, losses_fn, TopK(keep), **options)
+    return SelectiveBackprop(model, losses_fn, selection.TopK(keep), **options)
 
 
 def random(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.5, **options: Any) -> SelectiveBackprop:
@@ -78,7 +67,7 @@ def random(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.5, **options: Any)
     Args:
         keep: Fraction of rows kept, or a schedule; default 0.5.
     """
-    return SelectiveBackprop(model, losses_fn, RandomRows(keep), **options)
+    return SelectiveBackprop(model, losses_fn, selection.RandomRows(keep), **options)
 
 
 def composer(
@@ -112,7 +101,7 @@ def composer(
         options = {"scorer": Downscaled(cast("Any", losses_fn), scale_factor), "engine": "recompute"} | options
     schedule = Schedule(start, end, interrupt)
     return SelectiveBackprop(
-        model, losses_fn, RankSampling(keep), schedule=schedule, total_steps=total_steps, **options
+        model, losses_fn, selection.RankSampling(keep), schedule=schedule, total_steps=total_steps, **options
     )
 
 
@@ -141,9 +130,9 @@ def batch_loss_filter(
         mixed_precision_batch: Whether K is rounded up to a multiple of 8, for tensor cores; default False.
     """
     check_choice("batch_loss_filter", "mixed_precision_batch", mixed_precision_batch, (False, True))
-    selector: Selector = LossMass(min_loss_perc, min_sample_perc)
+    selector: selection.Selector = selection.LossMass(min_loss_perc, min_sample_perc)
     if mixed_precision_batch:
-        selector = MultipleOf(selector, 8)
+        selector = selection.MultipleOf(selector, 8)
     schedule = _after_first_epoch("batch_loss_filter", epochs)
     return SelectiveBackprop(model, losses_fn, selector, schedule=schedule, total_steps=total_steps, **options)
 
@@ -182,10 +171,10 @@ def biggest_losers(
     if staleness != 1:
         scorer = StaleScorer(cast("Any", losses_fn), staleness)
         options = {"scorer": scorer, "history": LossHistory(), "engine": "recompute"} | options
+    selector, schedule = selection.PercentileSampling(beta, recent), _after_first_epoch("biggest_losers", epochs)
     return SelectiveBackprop(
-        model, losses_fn, PercentileSampling(beta, recent), schedule=_after_first_epoch("biggest_losers", epochs),
-        total_steps=total_steps, accumulate_to=batch_rows, **options,
-    )  # fmt: skip
+        model, losses_fn, selector, schedule=schedule, total_steps=total_steps, accumulate_to=batch_rows, **options
+    )
 
 
 def kath18(
@@ -209,7 +198,7 @@ def kath18(
     check_fraction("kath18", "keep", keep)
     check_choice("kath18", "gated", gated, (True, False))
     gate = (1 + 3 * keep) / (3 * keep) if gated else None
-    return SelectiveBackprop(model, losses_fn, ImportanceSampling(keep, gate), **options)
+    return SelectiveBackprop(model, losses_fn, selection.ImportanceSampling(keep, gate), **options)
 
 
 def infobatch(
@@ -222,7 +211,7 @@ def infobatch(
     full_after: float = 0.875,
     multiple_of: int = 1,
     seed: int = 0,
-    selector: Selector | None = None,
+    selector: selection.Selector | None = None,
     **options: Any,
 ) -> SelectiveBackprop:
     """InfoBatch: leave out easy rows before the forward, an epoch at a time, and let the others count more.
@@ -246,7 +235,7 @@ def infobatch(
         LossHistory(num_rows), num_rows=num_rows, epochs=epochs, prune=prune, full_after=full_after,
         multiple_of=multiple_of, seed=seed,
     )  # fmt: skip
-    chosen = Everything() if selector is None else selector
+    chosen = selection.Everything() if selector is None else selector
     return SelectiveBackprop(model, losses_fn, chosen, history=sampler, **options)
 
 
@@ -263,7 +252,7 @@ def rho_loss(
             :func:`rowprop.history.holdout_losses` computes them. Calls need ``ids``.
         keep: Fraction of rows kept, or a schedule; default 0.1, 32 of 320.
     """
-    return SelectiveBackprop(model, losses_fn, ReducibleLoss(TopK(keep), irreducible), **options)
+    return SelectiveBackprop(model, losses_fn, ReducibleLoss(selection.TopK(keep), irreducible), **options)
 
 
 def rho1(
@@ -288,12 +277,12 @@ def rho1(
     """
     if isinstance(reference, nn.Module):
         losses_fn = _excess_over(reference, losses_fn)
-        return SelectiveBackprop(model, losses_fn, TopK(keep), unit="token", **options)
+        return SelectiveBackprop(model, losses_fn, selection.TopK(keep), unit="token", **options)
     if not isinstance(reference, Tensor) or reference.dim() != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
         losses = "the losses of all tokens by row id, a tensor of shape (M, T)"
         needed = f"a torch.nn.Module was needed, or {losses}; holdout_losses(..., unit='token') computes them."
         raise InvalidInput(f"rho1 got reference={shown(reference)} but {needed}")
-    return SelectiveBackprop(model, losses_fn, ReducibleLoss(TopK(keep), reference), unit="token", **options)
+    return SelectiveBackprop(model, losses_fn, ReducibleLoss(selection.TopK(keep), reference), unit="token", **options)
 
 
 def _excess_over(reference: nn.Module, losses_fn: LossesFn) -> LossesFn:
@@ -331,7 +320,7 @@ def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **
             raise InvalidInput(f"high_entropy_tokens got {came}; {remedy}")
         return returned
 
-    return SelectiveBackprop(model, scored, OverAll(TopK(keep)), unit="token", **options)
+    return SelectiveBackprop(model, scored, selection.OverAll(selection.TopK(keep)), unit="token", **options)
 
 
 def _after_first_epoch(name: str, epochs: int) -> Schedule:

@@ -35,6 +35,7 @@ from rowprop.thinning.worth import Worth
 
 BEHIND = 2  # backwards after which the numbers of one are read off a device: they are there by then, so nobody waits
 VERSION = 2  # of the saved state
+_handles = count()  # numbers the handles of this process: draws at blocks of one model must not depend on each other
 
 
 def thin(
@@ -107,7 +108,10 @@ def thin(
     found = blocks_of(model, blocks)
     if _is_thinned(model, "_forward_pre_hooks") or any(_is_thinned(each, "_forward_hooks") for each in found.values()):
         raise InvalidInput("thin got a model that is thinned already; call remove() of the handle that it has.")
-    return Thinning(model, found, Control(keep, tau), generator or own_generator())
+    if generator is None:
+        apart = 0x9E3779B9 * next(_handles)  # by far more than there are ranks; a generator takes 32 bits of its seed
+        generator = torch.Generator().manual_seed((torch.initial_seed() + own_rank() + apart) % 2**63)
+    return Thinning(model, found, Control(keep, tau), generator)
 
 
 @dataclass(frozen=True)
@@ -462,12 +466,3 @@ def _replaced(function: Callable[[Tensor], Tensor], output: Any) -> Any:
         for tensor in tensors(output):
             function(tensor)
     return output
-
-
-_handles = count()  # numbers the handles of this process: draws at blocks of one model must not depend on each other
-
-
-def own_generator() -> torch.Generator:
-    """A generator seeded from ``torch.initial_seed()``, the rank, and how many this process has made before."""
-    apart = 0x9E3779B9 * next(_handles)  # by far more than there are ranks; a generator takes 32 bits of its seed
-    return torch.Generator().manual_seed((torch.initial_seed() + own_rank() + apart) % 2**63)

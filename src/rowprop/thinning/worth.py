@@ -92,11 +92,6 @@ class Worth:
         """Whether no rows are drawn at any place."""
         return len(self.left) == len(self.works) > 0
 
-    @property
-    def measured_often(self) -> bool:
-        """Whether numbers are needed soon: rows are drawn, or a trial runs, which without them ends as before."""
-        return self.pause > 0 or not self.idle
-
     def draws(self, place: str) -> bool:
         """Whether rows are drawn at a place."""
         return place not in self.left
