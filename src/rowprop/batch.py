@@ -22,8 +22,7 @@ from rowprop.errors import InvalidInput
 def num_rows(batch: object) -> int:
     """Count the rows of a batch: N, the size that the first dimensions of all its tensors share.
 
-    Raises:
-        InvalidInput: There is no tensor with a dimension, or two of them disagree.
+    A batch without a tensor that has a dimension is refused, and one in which two of them disagree.
     """
     found: tuple[str, int] | None = None
     for path, size in _sizes(batch, "batch"):
@@ -44,16 +43,9 @@ def take(batch: Any, rows: Tensor) -> Any:
 
     It costs one gather per tensor; a copy of ``rows`` to the host only for lists, arrays and tensors that live there.
 
-    Args:
-        batch: A tensor or nested containers of tensors; see the module's text.
-        rows: Row indices, shape ``(K,)``, int64, on any device.
-
-    Returns:
-        The same kind of batch with K rows; entries that hold no rows are shared.
-
-    Raises:
-        InvalidInput: ``rows`` is not a vector of indices, one of them is out of range (on an accelerator torch's own
-            assertion says so), or the batch's tensors disagree about N.
+    The batch is a tensor or nested containers of tensors, as in the module's text; ``rows`` are indices, ``(K,)``,
+    int64, on any device. The same kind of batch comes back, with K rows; entries that hold no rows are shared. Other
+    rows are refused (out of range on an accelerator by torch's own assertion), and tensors that disagree about N.
 
     Example:
         >>> take({"x": torch.arange(8).view(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0}, torch.tensor([1, 3]))

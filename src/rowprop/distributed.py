@@ -91,9 +91,8 @@ class Global(Ranks):
         group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
             None: all ranks.
 
-    Cost:
-        Three collectives: N; scores, ids and classes, padded to the longest; the decision. The host reads the counts. A
-        step lasts as long as on the rank that kept most.
+    It costs three collectives: N; scores, ids and classes, padded to the longest; the decision. The host reads the
+    counts. A step lasts as long as on the rank that kept most.
 
     Example:
         >>> from rowprop.distributed import Global
@@ -160,10 +159,8 @@ class Local(Ranks):
     that every kept row counts alike; all others, and those of unbiased selections, refer to the mean over all rows and
     are multiplied by ``W * N_r / sum(N)``. (Rows dropped as not finite do not count in N_r.) Seed generators by rank,
     for independent draws. Where a rank could not select, the others raise :class:`rowprop.RankFailed`. ``group`` is as
-    for :class:`Global`.
-
-    It costs one collective of two numbers per rank, read on the host. Where the count is fixed and N is the same
-    everywhere, the bare selector is exact under DDP too.
+    for :class:`Global`. It costs one collective of two numbers per rank, read on the host. Where the count is fixed and
+    N is the same everywhere, the bare selector is exact under DDP too.
 
     Example:
         >>> from rowprop.distributed import Local
@@ -199,12 +196,8 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
     For rows chosen by hand: ``rowprop.distributed.mean(rowprop.pick(losses, rows)).backward()``. Every rank must call,
     also one that kept no row. It costs one all-reduce of one number, for which the host does not wait.
 
-    Args:
-        kept: Losses of this rank's kept rows, shape ``(K_r,)``, K_r >= 0.
-        group: As for :class:`Global`; default None: all ranks.
-
-    Returns:
-        A scalar, at least float32, with a graph; zero where no rank kept a row.
+    ``kept`` are the losses of this rank's kept rows, ``(K_r,)``, K_r >= 0, and ``group`` is as for :class:`Global`. It
+    returns a scalar, at least float32, with a graph; zero where no rank kept a row.
 
     Example:
         >>> rowprop.distributed.mean(torch.tensor([1.0, 3.0])).item()

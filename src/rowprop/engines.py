@@ -64,8 +64,8 @@ class Recompute:
     """A second forward, on the kept rows.
 
     Args:
-        scoring: The mode of the forward that scores the rows: ``"train"`` (default), the mode in which the model is, so
-            that ``recompute`` selects the rows that ``sliced`` would; ``"eval"``, evaluation mode.
+        scoring: The mode of the forward that scores: ``"train"`` (default), the mode in which the model is, so that
+            ``recompute`` selects the rows that ``sliced`` would; ``"eval"``, evaluation mode.
     """
 
     scoring: Literal["train", "eval"] = "train"

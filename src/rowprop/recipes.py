@@ -1,9 +1,9 @@
 """Published methods by name, each a configured :class:`rowprop.SelectiveBackprop`.
 
 A recipe takes the model and the losses function of the step, its own settings, and further keywords for the step
-(``engine``, ``generator``, ``nonfinite``, ...); ``keep`` is a number in (0, 1], or a schedule of the progress. It
-returns the step, and raises :class:`~rowprop.errors.InvalidInput` as the step and its selector do. The loop is the same
-for all::
+(``engine``, ``generator``, ``nonfinite``, ...). ``keep`` is the fraction of rows kept, in (0, 1], or a schedule of it.
+``total_steps`` is how many calls the training has; where it is None, the default, each call gives its progress. It
+returns the step, and raises :class:`~rowprop.errors.InvalidInput` as the step and its selector do. One loop for all::
 
     step = recipes.composer(model, losses_fn, total_steps=10_000)
 
@@ -49,12 +49,9 @@ __all__ = [
 def ohem(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.25, **options: Any) -> SelectiveBackprop:
     """Online hard example mining: backpropagate the rows with the largest losses.
 
-    Biased: each kept row counts ``1/K``. Source: Shrivastava et al., CVPR 2016, arXiv:1604.03540, which leaves out
-    regions that overlap with chosen ones.
-
-    Args:
-        keep: Fraction of rows kept, or a schedule. Default 0.25, this package's: the paper keeps 64 regions of an
-            image's 2,000, and forums keep half of a batch.
+    Biased: each kept row counts ``1/K``. The default of ``keep`` is this package's; forums keep half of a batch.
+    Source: Shrivastava et al., CVPR 2016, arXiv:1604.03540, which keeps 64 regions of an image's 2,000, and leaves out
+    those that overlap with chosen ones.
     """
     return SelectiveBackprop(model, losses_fn, selection.TopK(keep), **options)
 
@@ -63,9 +60,6 @@ def random(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.5, **options: Any)
     """Random rows: the control that every method has to beat at the same keep; random tokens with ``unit="token"``.
 
     Unbiased. Source: Balles et al., 2023, arXiv:2312.05021: no selection by loss or gradient beat it consistently.
-
-    Args:
-        keep: Fraction of rows kept, or a schedule; default 0.5.
     """
     return SelectiveBackprop(model, losses_fn, selection.RandomRows(keep), **options)
 
@@ -88,8 +82,6 @@ def composer(
     whose defaults these are.
 
     Args:
-        total_steps: Calls of the training. Default None: each call gives its progress.
-        keep: Fraction of rows kept, or a schedule; default 0.5.
         start: Fraction of the training at which selection begins; default 0.5.
         end: Fraction at which it ends; default 0.9.
         interrupt: Every how many batches one is trained whole, by each call's ``batch_index`` in the original; 0 for
@@ -118,13 +110,12 @@ def batch_loss_filter(
 ) -> SelectiveBackprop:
     """BatchLossFilter: the fewest rows that hold 90 % of the batch's loss, from the second epoch on.
 
-    Biased: each kept row counts ``1/K``. Source: oguiza/fastai_extensions, ``BatchLossFilterCallback``, whose names and
-    defaults these are.
+    Biased: each kept row counts ``1/K``. Source, also of names and defaults: oguiza/fastai_extensions,
+    ``BatchLossFilterCallback``.
 
     Args:
         losses_fn: Its losses may not be negative.
         epochs: Passes over the data, at least 2: the first is trained whole.
-        total_steps: Calls of the training. Default None: each call gives its progress.
         min_loss_perc: Share of the batch's loss to hold, in (0, 1]; default 0.9.
         min_sample_perc: Least fraction of the rows to keep, in [0, 1]; default 0.
         mixed_precision_batch: Whether K is rounded up to a multiple of 8, for tensor cores; default False.
@@ -159,7 +150,6 @@ def biggest_losers(
     Args:
         batch_rows: Rows of an optimizer's step; the loader's batch size.
         epochs: Passes over the data, at least 2.
-        total_steps: Calls of the training. Default None: each call gives its progress.
         beta: How much hard rows are preferred, at least 0; default 3.
         recent: How many losses are remembered; default 1024.
         staleness: Every how many visits of a row its loss is computed anew. Default 1: each time, in the training
@@ -190,8 +180,7 @@ def kath18(
     Args:
         losses_fn: ``(model, batch)`` to :class:`rowprop.Scored`: unreduced losses and
             :func:`rowprop.scoring.gradient_norm` of the same logits. Losses alone are sampled by loss.
-        keep: b / B: rows drawn, with replacement, as a fraction of the rows scored; default a third, the original's
-            ``presample=3``.
+        keep: b / B: rows drawn, with replacement, of the rows scored; default a third, the original's ``presample=3``.
         gated: Whether to sample uniformly until the estimated reduction of variance pays for scoring: above
             ``(B + 3b) / (3b)``; default True.
     """
@@ -218,9 +207,8 @@ def infobatch(
 
     Fill the loader by ``step.sampler``, over ``WithIds(dataset)``, and give each call its ``ids``. The savings of a
     ``selector`` come on top, and its weights are multiplied. Unbiased given the stored losses, with an unbiased
-    ``selector`` or none: of n rows that may be left out each that is not counts ``n / drawn``, about
-    ``1 / (1 - prune)``. Source: Qin et al., ICLR 2024, arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch, whose defaults these
-    are.
+    ``selector`` or none: of n rows that may be left out each that is not counts ``n / drawn``, about ``1 / (1 -
+    prune)``. Source, with these defaults: Qin et al., ICLR 2024, arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch.
 
     Args:
         num_rows: M, rows of the data.
@@ -324,7 +312,6 @@ def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **
 
 
 def _after_first_epoch(name: str, epochs: int) -> Schedule:
-    """Whole batches in the first epoch."""
     needed = "a whole number, 2 or more, was needed: the first epoch is trained whole."
     check_whole(name, "epochs", epochs, 2, needed)
     return Schedule(start=1 / epochs, end=1, interrupt=0)

@@ -84,6 +84,8 @@ def holdout_losses(
 ) -> Tensor:
     """Compute irreducible losses for :class:`ReducibleLoss`: the losses of a model trained on other rows.
 
+    A ``loader`` that yields nothing or other things is refused, and a ``losses_fn`` without losses of that unit.
+
     Args:
         model: The holdout model, trained on other rows; it runs in evaluation mode without a graph, and stays as it is.
         losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)`` or ``(N, 1)``.
@@ -97,9 +99,6 @@ def holdout_losses(
         Losses by row id, shape ``(M,)`` with M the largest id plus 1, at least float32, on the CPU; NaN for ids that
         did not come, the last loss of one that came twice. Of tokens ``(M, T)`` with the largest T, NaN behind a
         shorter batch.
-
-    Raises:
-        InvalidInput: ``loader`` yields nothing or no such pairs, or ``losses_fn`` returns no losses of that unit.
 
     Example:
         >>> model, data = torch.nn.Linear(2, 1), torch.randn(6, 2)
@@ -162,13 +161,11 @@ class StaleScorer:
 
     Args:
         losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, 1)``, of the rows that need a forward.
-        staleness: Visits after which a row is scored anew, 1 (always) or more. Default 3, as the published command
-            line.
+        staleness: Visits after which a row is scored anew, 1 (always) or more. Default 3, as published.
 
-    Cost:
-        A forward without a graph of about ``N / staleness`` rows, which the host reads; with ``recompute`` and the kept
-        fraction k ``F / staleness + k (F + B)``. One row alone is joined by another, because BatchNorm in training
-        needs two; under DDP and FSDP, whose ranks must run as many forwards, at least two rows have one.
+    It costs a forward without a graph of about ``N / staleness`` rows, which the host reads; with ``recompute`` and the
+    kept fraction k ``F / staleness + k (F + B)``. One row alone is joined by another, because BatchNorm in training
+    needs two; under DDP and FSDP, whose ranks must run as many forwards, at least two rows have one.
     """
 
     def __init__(self, losses_fn: Callable[[Any, Any], Tensor], staleness: int = 3) -> None:

@@ -76,21 +76,18 @@ class LossHistory:
     """The last loss of each row, its age in visits, how often it was chosen, and its factor, by row id.
 
     A visit is an :meth:`update`: :class:`rowprop.SelectiveBackprop` calls it once per step, a loop of one's own calls
-    ``history.update(ids, losses)`` after the forward. A loss per row from the training pass: Qin et al., ICLR 2024,
-    arXiv:2303.04947.
+    ``history.update(ids, losses)`` after the forward. Source: InfoBatch, Qin et al., ICLR 2024, arXiv:2303.04947.
 
     Args:
-        num_rows: M; ids are then ``0 ... M - 1``. Default None: ids are any int64 numbers, whose places a growing table
-            on the host finds.
+        num_rows: M; ids are then ``0 ... M - 1``. Default None: any int64 numbers, which a table on the host finds.
         device: Device of the tensors; default ``"cpu"``. On the device of the losses an update waits for nothing.
 
     Raises:
         InvalidInput: An argument is out of its range; in every method, ``ids`` are not int64 of shape ``(N,)``, or one
             is not below ``num_rows`` (with ids and history on an accelerator, an assertion of torch there says so).
 
-    Cost:
-        40 bytes per row; with ``num_rows=None`` about 100 more, in a Python dictionary. An update is two sorts of N
-        numbers and a dozen gathers and scatters.
+    It takes 40 bytes per row; with ``num_rows=None`` about 100 more, in a dictionary. An update is two sorts of N
+    numbers and a dozen gathers and scatters.
 
     Example:
         >>> from rowprop.history import LossHistory
@@ -138,10 +135,7 @@ class LossHistory:
         Args:
             ids: Their ids, shape ``(N,)``, int64. Of a row that comes twice the last known loss counts.
             losses: Their losses, shape ``(N,)``, floating; where one is NaN, the old one stays and is a visit older.
-            rows: The places in the batch that were chosen, shape ``(K,)``, int64. Default None: all.
-
-        Raises:
-            InvalidInput: ``losses`` or ``rows`` do not fit, or a row on the CPU is no place in the batch.
+            rows: The places in the batch that were chosen, shape ``(K,)``, int64; looked at on the CPU. Default: all.
         """
         _check_number_per_id("LossHistory.update", "losses", ids, losses)
         if rows is not None:
@@ -169,8 +163,7 @@ class LossHistory:
     def set_weights(self, ids: Tensor, weights: Tensor) -> None:
         """Set the factors ``(N,)`` of the rows ``ids`` ``(N,)``, int64, without repeats, until they are set anew.
 
-        The factors are floating, finite, none negative (else :class:`rowprop.InvalidInput`, and no factor has changed);
-        the host reads them.
+        They are floating, finite, none negative (else they are refused, and none has changed); the host reads them.
         """
         _check_number_per_id("LossHistory.set_weights", "weights", ids, weights)
         weights = weights.detach().to(torch.float32)

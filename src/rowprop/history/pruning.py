@@ -24,19 +24,18 @@ __all__ = ["PruningSampler"]
 class PruningSampler(Sampler[int]):
     """Leave easy rows out of an epoch, and weigh the other easy rows so that they stand for all: InfoBatch.
 
-    A row is easy in an epoch if its stored loss is below the mean of the stored ones. Of n easy rows
-    ``ceil((1 - prune) * n)`` are drawn, each with the factor ``n / drawn``; all others, also those without a finite
-    stored loss, come with the factor 1. The last epochs are full. :class:`rowprop.SelectiveBackprop` multiplies its
-    weights by the factors, which are in the history; in a loop of one's own, the loss is
-    ``(losses * history.weights_of(ids)).mean()``.
+    A row is easy in an epoch if its stored loss is below the mean of the stored ones. Of n easy rows ``ceil((1 - prune)
+    * n)`` are drawn, each with the factor ``n / drawn``; all others, also those without a finite stored loss, come with
+    the factor 1. The last epochs are full. :class:`rowprop.SelectiveBackprop` multiplies its weights by the factors,
+    which are in the history; in a loop of one's own, the loss is ``(losses * history.weights_of(ids)).mean()``.
 
     Each iteration of a ``DataLoader`` over it is an epoch, for which the history is copied to the host once. Batches
-    have to come in its order, as by default, with any number of workers: the ids tell how far an epoch is trained
-    (:meth:`trained`).
+    have to come in its order, with any number of workers: :meth:`trained` tells by the ids how far an epoch is trained.
 
     Unbiased: each row counts once in expectation (but those that ``multiple_of`` cuts off), and an epoch's factors add
     up to ``num_rows``. It has fewer steps, each larger by ``num_rows / len(sampler)``. Source: Qin et al., ICLR 2024,
-    arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch. docs/recipes.md tells the differences.
+    arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch. docs/recipes.md tells the differences. An argument out of its range is
+    refused, and a ``history.num_rows`` below ``num_rows``.
 
     Args:
         history: Losses by row id, kept by the step; ids are the places in the data set, as :class:`WithIds
@@ -44,8 +43,7 @@ class PruningSampler(Sampler[int]):
         num_rows: Rows of the data set.
         epochs: How many epochs the training has.
         prune: Share of the easy rows to leave out, in [0, 1); default 0.5.
-        full_after: Share of the epochs after which every row comes again, in [0, 1]; default 0.875. An epoch is pruned
-            if it ends by then: 8 of 10.
+        full_after: Share of the epochs after which every row comes again, in [0, 1]; default 0.875: 2 of 10 are full.
         shuffle: Whether the rows come in random order (default) or in that of the data set.
         multiple_of: Each rank's part of an epoch is cut to a multiple of this; the shortest epoch, in which all rows
             but one are easy, must hold one. Give the batch size where the loader has ``drop_last=True``, or a resume
@@ -55,9 +53,6 @@ class PruningSampler(Sampler[int]):
             ``num_replicas``-th row of it; up to ``num_replicas - 1`` rows come twice, so that all have as many.
         rank: Number of this rank, from 0.
         group: The ranks that synchronise their histories at the start of each epoch. Default None: all.
-
-    Raises:
-        InvalidInput: An argument is out of its range, or ``history.num_rows`` is smaller than ``num_rows``.
     """
 
     history: LossHistory

@@ -130,11 +130,9 @@ class Keeping(Checked):
 class TopK(Keeping):
     """Keep the rows with the largest scores.
 
-    Biased towards high scores; each kept row counts ``1/K``. Ties go to the lower row; a NaN score ranks last. Source:
-    OHEM, Shrivastava et al., CVPR 2016, arXiv:1604.03540.
-
-    Args:
-        keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
+    ``keep`` is the fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``. Biased:
+    each kept row counts ``1/K``. Ties go to the lower row; a NaN score ranks last. Source: OHEM, Shrivastava et al.,
+    CVPR 2016, arXiv:1604.03540.
 
     Example:
         >>> TopK(keep=0.6)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
@@ -192,12 +190,9 @@ class TopBottom(Checked):
 class MaxVariance(Keeping):
     """Keep the rows whose scores have the largest variance: for rewards of sampled answers, where contrast teaches.
 
-    They are the i highest scores and the K - i lowest ones; of equal sets that with the largest i. Biased: the middle
-    is never seen; each kept row counts ``1/K``. NaN and infinite scores are refused. Source: PODS, Xu et al., 2025,
-    arXiv:2504.13818.
-
-    Args:
-        keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
+    ``keep`` is as for :class:`TopK`. The rows are the i highest scores and the K - i lowest ones; of equal sets that
+    with the largest i. Biased: the middle is never seen; each kept row counts ``1/K``. NaN and infinite scores are
+    refused. Source: PODS, Xu et al., 2025, arXiv:2504.13818.
 
     Example:
         >>> MaxVariance(keep=0.6)(torch.tensor([0.3, 1.0, 0.0, 0.9, 0.5])).rows.tolist()
@@ -244,10 +239,8 @@ class AboveMean(Checked):
 class Threshold(Checked):
     """Keep the rows whose score is at least a value, as OHEM for segmentation keeps pixels; there may be none.
 
-    Biased towards high scores; each kept row counts ``1/K``, however few. A NaN score is never kept.
-
-    Args:
-        at_least: The value, in the unit of the scores; a finite number. Compared in the dtype of the scores.
+    Biased towards high scores; each kept row counts ``1/K``, however few. A NaN score is never kept. The value,
+    ``at_least``, is a finite number in the unit of the scores, compared in their dtype.
 
     Example:
         >>> Threshold(at_least=0.5)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
@@ -346,13 +339,9 @@ class RankSampling(Keeping):
     """Draw rows without replacement, the likelier the higher their score ranks: Composer's selective backprop.
 
     The row of rank ``i`` (0 = smallest score) is drawn with probability proportional to
-    ``((i + 0.5) / N) ** (1 / keep - 1)``. Biased, as Composer's: each kept row counts ``1/K``. A NaN score ranks as the
-    easiest row. Sources: mosaicml/composer, ``composer/algorithms/selective_backprop``; Jiang et al., 2019,
-    arXiv:1910.00762 (with ``beta = 1 / keep - 1``).
-
-    Args:
-        keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``
-            (Composer rounds down, and may keep nothing).
+    ``((i + 0.5) / N) ** (1 / keep - 1)``. ``keep`` is as for :class:`TopK` (Composer rounds K down, and may keep
+    nothing). Biased, as Composer's: each kept row counts ``1/K``. A NaN score ranks as the easiest row. Sources:
+    mosaicml/composer, ``selective_backprop``; Jiang et al., 2019, arXiv:1910.00762 (with ``beta = 1 / keep - 1``).
 
     Example:
         >>> RankSampling(keep=1.0)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
@@ -373,10 +362,7 @@ class RankSampling(Keeping):
 class RandomRows(Keeping):
     """Keep a uniformly random set of rows, whatever their scores: the control every comparison needs.
 
-    Unbiased: every row is kept with probability ``K/N`` and counts ``1/K``.
-
-    Args:
-        keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
+    Unbiased: every row is kept with probability ``K/N`` and counts ``1/K``. ``keep`` is as for :class:`TopK`.
 
     Example:
         >>> RandomRows(keep=0.5)(torch.zeros(8)).num_kept
@@ -460,13 +446,12 @@ class ImportanceSampling(Checked):
     ``M = max(1, ceil(keep * N))`` draws with replacement, row i with probability ``p_i = score_i / sum(scores)``; a row
     drawn c times is kept once, with weight ``c / (M N p_i)``. The variance is least for scores in proportion to the
     norms of the rows' gradients (:func:`rowprop.scoring.gradient_norm` bounds these). Unbiased where rows with score 0,
-    which are never drawn, have no gradient. If all are 0, rows are drawn evenly. Negative, NaN and infinite scores are
-    refused.
+    which are never drawn, have no gradient. If all are 0, rows are drawn evenly.
 
     This pays only where scores differ. With a ``gate``, the reduction of variance ``tau = 1 / sqrt(1 - sum((p - 1/N) **
     2) / sum(p ** 2))`` is smoothed over the steps, from 0, and while that of the batches before is not above ``gate``,
     M rows are drawn evenly, without replacement and each with weight ``1/M``. Source: Katharopoulos and Fleuret, ICML
-    2018, arXiv:1803.00942 (gate ``(B + 3b) / (3b)`` for b rows of B).
+    2018, arXiv:1803.00942 (gate ``(B + 3b) / (3b)`` for b rows of B). Negative, NaN and infinite scores are refused.
 
     Args:
         keep: M as a fraction of the rows, in (0, 1], or a schedule of it. K is at most M: repeats are merged.

@@ -82,8 +82,7 @@ class MultipleOf(Around):
 class OverAll(Around):
     """Weigh each kept row ``1/N``, as in the mean over all rows: a row that is left out counts as nothing.
 
-    Biased: the step is the plain one less the gradient of the rows left out. Selectors whose weights are not ``1/K``
-    are refused.
+    Biased: the step is the plain one less the gradient of the rows left out. Weights other than ``1/K`` are refused.
 
     Example:
         >>> from rowprop.selection import OverAll

@@ -27,9 +27,8 @@ from rowprop.errors import InvalidInput
 from rowprop.host import readable
 from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.blocks import blocks_of
-from rowprop.thinning.control import Control, carried
+from rowprop.thinning.control import OWNER, Control, carried
 from rowprop.thinning.drawn import thinned
-from rowprop.thinning.saved import OWNER
 from rowprop.thinning.weights import Pairs, share_of
 from rowprop.thinning.worth import Worth
 

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from rowprop.thinning.control import RENEWED_AFTER
-from rowprop.thinning.saved import EACH, check_form
+from rowprop.thinning.control import EACH, RENEWED_AFTER, check_form
 
 
 @dataclass(frozen=True)
