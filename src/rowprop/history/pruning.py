@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from rowprop.checks import check_choice, check_entries, check_number, check_vector, check_whole
+from rowprop.checks import check_choice, check_entries, check_number, check_vector, check_whole, wrong
 from rowprop.distributed import check_group
 from rowprop.errors import InvalidInput
 from rowprop.history.losses import LossHistory, check_ids, check_made_for, first_outside
@@ -86,7 +86,7 @@ class PruningSampler(Sampler[int]):
         self._resumed = False
         if self.rank >= self.num_replicas:
             ranks = f"num_replicas={self.num_replicas}; ranks are numbered from 0."
-            raise InvalidInput(f"PruningSampler got rank={self.rank} but {ranks}")
+            raise wrong("PruningSampler", "rank", self.rank, ranks)
         if self.history.num_rows is not None and self.history.num_rows < self.num_rows:
             history = f"a history of num_rows={self.history.num_rows}; give both the number of rows of the data set."
             raise InvalidInput(f"PruningSampler got num_rows={self.num_rows} but {history}")
@@ -95,9 +95,10 @@ class PruningSampler(Sampler[int]):
         rows = 1 + count_kept(1 - self.prune, self.num_rows - 1) if pruned else self.num_rows
         most = math.ceil(rows / self.num_replicas)
         if self.multiple_of > most:
-            left = f"of which no multiple of {self.multiple_of} is left; give {most} or less."
-            short = f"an epoch may be as short as {most} rows per rank, {left}"
-            raise InvalidInput(f"PruningSampler got multiple_of={self.multiple_of} but {short}")
+            short = (
+                f"an epoch may be as short as {most} rows per rank, of which no multiple of {self.multiple_of} is left"
+            )
+            raise wrong("PruningSampler", "multiple_of", self.multiple_of, f"{short}; give {most} or less.")
 
     @property
     def _pruned_epochs(self) -> int:
@@ -169,8 +170,7 @@ class PruningSampler(Sampler[int]):
         check_whole("PruningSampler.state_dict", "trained", done, 0)
         if not self._before <= done <= most:
             can = f"between {self._before} and {most} rows of epoch {self.epoch} can have been trained on"
-            remedy = "give `sampler.trained(ids)` of the last batch."
-            raise InvalidInput(f"PruningSampler.state_dict got trained={done} but {can}; {remedy}")
+            raise wrong("PruningSampler.state_dict", "trained", done, f"{can}; give trained(ids) of the last batch.")
         left = None
         if self._order is not None and done < most:
             left = self._order[(done - self._before) * self.num_replicas :].clone()

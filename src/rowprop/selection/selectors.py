@@ -458,6 +458,9 @@ class ImportanceSampling(Checked):
         gate: Least tau to draw by score, a number; default None: always draw by score.
         smoothing: The share of the old tau that remains in a step, in [0, 1); default 0.9.
 
+    Attributes:
+        tau: The smoothed reduction of variance, as the next batch is judged by; 0 without a gate.
+
     Example:
         >>> selection = ImportanceSampling(keep=0.5)(torch.tensor([0.0, 3.0, 0.0, 0.0]))
         >>> selection.rows.tolist(), selection.weights.tolist()
@@ -467,8 +470,8 @@ class ImportanceSampling(Checked):
     keep: Keep
     gate: float | None = None
     smoothing: float = 0.9
+    tau: float = field(default=0.0, init=False, repr=False)
     _draws = True
-    _tau: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fraction("ImportanceSampling", "keep", self.keep, schedule=True)
@@ -476,11 +479,6 @@ class ImportanceSampling(Checked):
             raise wrong("ImportanceSampling", "gate", self.gate, "a number or None was needed.")
         if not is_number(self.smoothing) or not 0 <= self.smoothing < 1:
             raise wrong("ImportanceSampling", "smoothing", self.smoothing, "a number in [0, 1) was needed.")
-
-    @property
-    def tau(self) -> float:
-        """The smoothed reduction of variance, as the next batch is judged by; 0 without a gate."""
-        return self._tau
 
     def _choose(self, scores: Tensor, context: Context) -> Selection:
         num_rows, keep = scores.numel(), fraction_at("ImportanceSampling", "keep", self.keep, context)
@@ -491,14 +489,14 @@ class ImportanceSampling(Checked):
         if values.min() < 0:
             needed = "needs scores of at least 0; use RankSampling, which asks for their order only."
             raise InvalidInput(f"ImportanceSampling got a score of {values.min().item():g} but {needed}")
-        by_score = self.gate is None or self._tau > self.gate
+        by_score = self.gate is None or self.tau > self.gate
         values = values / values.max().clamp(min=torch.finfo(values.dtype).tiny)  # so that the sum is finite
         total = values.sum()
         chances = values / total if total > 0 else torch.full_like(values, 1 / num_rows)
         if self.gate is not None:
             # 1 - sum((p - u)^2) / sum(p^2) is 1 / (N sum(p^2)), as p sums to 1.
             tau = float((num_rows * chances.square().sum()).sqrt())
-            self._tau = self.smoothing * self._tau + (1 - self.smoothing) * tau
+            self.tau = self.smoothing * self.tau + (1 - self.smoothing) * tau
         if not by_score or total == 0:
             drawn = RandomRows(keep)(scores, context)
             # The selection is not called even: a step must treat it alike whether the gate is open or not.
@@ -514,7 +512,7 @@ class ImportanceSampling(Checked):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the smoothed ``tau``."""
-        return {"tau": self._tau}
+        return {"tau": self.tau}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the ``tau`` of ``state``; a state that is refused is not loaded."""
@@ -522,7 +520,7 @@ class ImportanceSampling(Checked):
         check_entries(owner, state, ("tau",))
         if not is_number(state["tau"]) or state["tau"] < 0:
             raise wrong(owner, "tau", state["tau"], "a number of at least 0 was needed.")
-        self._tau = float(state["tau"])
+        self.tau = float(state["tau"])
 
 
 def _race(log_odds: Tensor, count: int, generator: torch.Generator | None) -> Tensor:

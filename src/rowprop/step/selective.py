@@ -592,12 +592,10 @@ def _check(step: SelectiveBackprop) -> None:
     if scorer is not None:
         needed = "a function of the model and the batch, and of a context if it is called so, was needed."
         check_function(_OWNER, "scorer", scorer, 3 if wants_context(scorer) else 2, needed)
-    for name, kind, needed in (
-        ("schedule", Schedule, "an instance of Schedule was needed."),
-        ("ranks", Ranks, "rowprop.distributed.Local() or Global() was needed."),
-    ):
-        if (value := getattr(step, name)) is not None and not isinstance(value, kind):
-            raise wrong(_OWNER, name, value, needed, kind=True)
+    if not isinstance(cast("object", step.schedule), Schedule | None):
+        raise wrong(_OWNER, "schedule", step.schedule, "an instance of Schedule was needed.", kind=True)
+    if not isinstance(cast("object", step.ranks), Ranks | None):
+        raise wrong(_OWNER, "ranks", step.ranks, "rowprop.distributed.Local() or Global() was needed.", kind=True)
     for name in ("total_steps", "accumulate_to", "min_rows"):
         if (value := getattr(step, name)) is not None:
             check_whole(_OWNER, name, value, 1, "a whole number, 1 or more, was needed; None is the default.")
