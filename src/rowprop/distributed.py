@@ -85,14 +85,10 @@ class Global(Ranks):
 
     The first rank selects, with its generator and its selector's memory, and every rank gets its own rows, possibly
     none; N may differ. Weights are the selector's times the number of ranks. Where the first rank could not select, the
-    others raise :class:`rowprop.RankFailed`.
-
-    Args:
-        group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
-            None: all ranks.
-
-    It costs three collectives: N; scores, ids and classes, padded to the longest; the decision. The host reads the
-    counts. A step lasts as long as on the rank that kept most.
+    others raise :class:`rowprop.RankFailed`. ``group`` are the ranks that average gradients together, a process group
+    or a one-dimensional ``DeviceMesh``; default None: all ranks. It costs three collectives: N; scores, ids and
+    classes, padded to the longest; the decision. The host reads the counts. A step lasts as long as on the rank that
+    kept most.
 
     Example:
         >>> from rowprop.distributed import Global

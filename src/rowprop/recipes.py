@@ -153,8 +153,7 @@ def biggest_losers(
         beta: How much hard rows are preferred, at least 0; default 3.
         recent: How many losses are remembered; default 1024.
         staleness: Every how many visits of a row its loss is computed anew. Default 1: each time, in the training
-            forward. 3 is the original's StaleSB: the engine is then ``recompute``, unless another is named, and calls
-            need ``ids``.
+            forward. 3 is the original's StaleSB: calls need ``ids``, and the engine is ``recompute`` unless named.
     """
     check_whole("biggest_losers", "staleness", staleness, 1)
     check_whole("biggest_losers", "batch_rows", batch_rows, 1)
@@ -274,7 +273,6 @@ def rho1(
 
 
 def _excess_over(reference: nn.Module, losses_fn: LossesFn) -> LossesFn:
-    """The losses, and beside them their excess over the losses of the reference model."""
     check_losses_fn("rho1", losses_fn)
 
     def with_excess(model: Any, batch: Any) -> Scored:
@@ -312,6 +310,5 @@ def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **
 
 
 def _after_first_epoch(name: str, epochs: int) -> Schedule:
-    needed = "a whole number, 2 or more, was needed: the first epoch is trained whole."
-    check_whole(name, "epochs", epochs, 2, needed)
+    check_whole(name, "epochs", epochs, 2, "a whole number, 2 or more, was needed: the first epoch is trained whole.")
     return Schedule(start=1 / epochs, end=1, interrupt=0)

@@ -82,12 +82,9 @@ class LossHistory:
         num_rows: M; ids are then ``0 ... M - 1``. Default None: any int64 numbers, which a table on the host finds.
         device: Device of the tensors; default ``"cpu"``. On the device of the losses an update waits for nothing.
 
-    Raises:
-        InvalidInput: An argument is out of its range; in every method, ``ids`` are not int64 of shape ``(N,)``, or one
-            is not below ``num_rows`` (with ids and history on an accelerator, an assertion of torch there says so).
-
-    It takes 40 bytes per row; with ``num_rows=None`` about 100 more, in a dictionary. An update is two sorts of N
-    numbers and a dozen gathers and scatters.
+    Every method refuses ``ids`` that are not int64 of shape ``(N,)``, or not below ``num_rows`` (with ids and history
+    on an accelerator, an assertion of torch there says so). A row takes 40 bytes, with ``num_rows=None`` about 100
+    more, in a dictionary. An update is two sorts of N numbers and a dozen gathers and scatters.
 
     Example:
         >>> from rowprop.history import LossHistory
@@ -217,8 +214,7 @@ class LossHistory:
             ids = cast("list[int]", state["ids"].tolist())
             places, rows = {known: place for place, known in enumerate(ids, start=1)}, len(ids) + 1
             if len(places) < len(ids):
-                once = "each row has one entry; save and load the state whole."
-                raise InvalidInput(f"{owner} got an id twice but {once}")
+                raise InvalidInput(f"{owner} got an id twice but each row has one entry; save and load a state whole.")
         for name, (dtype, _) in _COLUMNS.items():
             check_vector(owner, name, state[name], dtype, rows)
         _check_factors(owner, state["weight"])
@@ -226,7 +222,6 @@ class LossHistory:
         self._updates, self._places = state["updates"], places
 
     def _empty(self, rows: int) -> dict[str, Tensor]:
-        """Columns of so many rows that nobody has met."""
         reason, on = f"LossHistory got num_rows={rows}; leave num_rows out where ids are far between.", self.device
         return {name: filled((rows,), value, reason, dtype=of, device=on) for name, (of, value) in _COLUMNS.items()}
 

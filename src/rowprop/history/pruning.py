@@ -94,11 +94,9 @@ class PruningSampler(Sampler[int]):
         pruned = self._pruned_epochs > 0 and self.num_rows > 1
         rows = 1 + count_kept(1 - self.prune, self.num_rows - 1) if pruned else self.num_rows
         most = math.ceil(rows / self.num_replicas)
-        if self.multiple_of > most:
-            short = (
-                f"an epoch may be as short as {most} rows per rank, of which no multiple of {self.multiple_of} is left"
-            )
-            raise wrong("PruningSampler", "multiple_of", self.multiple_of, f"{short}; give {most} or less.")
+        if (size := self.multiple_of) > most:
+            short = f"an epoch may be as short as {most} rows per rank, of which no multiple of {size} is left"
+            raise wrong("PruningSampler", "multiple_of", size, f"{short}; give {most} or less.")
 
     @property
     def _pruned_epochs(self) -> int:
@@ -198,7 +196,6 @@ class PruningSampler(Sampler[int]):
         self._resumed = order is not None
 
     def _run(self, order: Tensor | None) -> None:
-        """Have an epoch of these rows run, or none."""
         self._order = self._places = order
         if order is not None:
             own = self._own()

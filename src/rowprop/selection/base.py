@@ -213,7 +213,6 @@ def _even(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_numbers(selection: Selection) -> None:
-    """Refuse numbers that are not as promised."""
     rows, weights, num_rows = selection.rows, selection.weights, selection.num_rows
     if rows.numel() == 0 or rows.is_meta:
         return

@@ -85,9 +85,7 @@ class SelectiveBackprop:
             returns a loss per token, of any shape, and the selector chooses among all tokens of the batch that count.
             Needs the engine ``sliced`` or ``masked``, and takes no history.
 
-    Attributes:
-        history: The memory of rows, which a sampler brings, or None. Each argument is an attribute that stays as it is.
-        sampler: The sampler that was given as ``history``, or None.
+    The arguments are attributes that stay as they are; a sampler is ``sampler``, and ``history`` the one inside it.
 
     Raises:
         InvalidInput: An argument is out of its range, or in another's place; at a call, the output of ``losses_fn``,
@@ -162,7 +160,7 @@ class SelectiveBackprop:
         progress: float | None = None,
         counted: Tensor | None = None,
     ) -> tuple[Tensor, Record]:
-        """Run one step's forward and return the loss to call ``backward()`` on.
+        """Run one step's forward and return the loss to call ``backward()`` on, 0-d, at least float32, and its record.
 
         Args:
             batch: The whole batch, N rows.
@@ -175,14 +173,11 @@ class SelectiveBackprop:
             counted: Which tokens count, bool, of the shape of the losses, e.g. ``labels[:, 1:] != -100``; only with
                 ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``; if none counts, loss and
                 gradient are zero. A mask on a device costs one wait, for earlier work. Default None: all count.
-
-        Returns:
-            The loss, 0-d with a graph, at least float32, and the :class:`Record`.
         """
         context = self._context(batch_index, ids, classes, progress)
         whole = self._whole(context, self._step if batch_index is None else batch_index)
         seconds = {"score": 0.0, "forward": 0.0, "select": 0.0} if self.timing else None
-        late: Late | None = [] if self._alone else None  # a late error would have spoilt gradients of others
+        late: Late | None = [] if self._alone else None  # a late error has spoilt the gradients of other ranks
         call = Call(batch, rows_of(batch), tokens_of(counted, self.unit), context, whole, seconds, late)
         if call.num_rows is not None:
             check_fits(context, call.num_rows)
@@ -218,10 +213,8 @@ class SelectiveBackprop:
         return loss, record
 
     def _context(self, index: object, ids: Tensor | None, classes: Tensor | None, progress: float | None) -> Context:
-        """Check what came beside the batch, and put it together."""
         if any(tensor.dim() for tensor in tensors(index)):
-            one = "a batch is one argument: `selective((x, y))`."
-            raise InvalidInput(f"a call got a second batch as batch_index; {one}")
+            raise InvalidInput("a call got a second batch as batch_index; one was needed: `selective((x, y))`.")
         if index is not None:
             check_whole("a call", "batch_index", index, 0)
         known = self.progress if progress is None else progress
@@ -568,7 +561,6 @@ def _not_finite(finite: Tensor, unit: Unit, remedy: str | None = None) -> Invali
 
 
 def _history_of(given: object) -> tuple[LossHistory | None, PruningSampler | None]:
-    """The history, and the sampler that brought it."""
     if given is None:
         return None, None
     from rowprop.history import LossHistory, PruningSampler  # only here: most steps have none
@@ -581,7 +573,6 @@ def _history_of(given: object) -> tuple[LossHistory | None, PruningSampler | Non
 
 
 def _check(step: SelectiveBackprop) -> None:
-    """Check what a step was given."""
     model, losses_fn, selector, scorer = step.model, step.losses_fn, step.selector, step.scorer
     modules = [isinstance(given, nn.Module) for given in (model, losses_fn, selector)]
     moved = "scores" in _arguments(losses_fn)[:1] or "model" in _arguments(selector)[:1]

@@ -50,7 +50,8 @@ def thin(
     On the gradient's way back, after each block, rows are drawn with probabilities in proportion to the norms of their
     gradients, and divided by their probabilities. The others leave the gradient, so the blocks below cost the drawn
     rows, in every op that treats rows alike. Large weight gradients of linear layers, sums over pairs of a row and a
-    token, are summed over pairs that are drawn likewise. The training loop stays as it is.
+    token, are summed over pairs that are drawn likewise. The training loop stays as it is. The handle that comes back
+    tells of the last backward by ``record``, gives exact gradients by ``paused()``, and ends it by ``remove()``.
 
     Args:
         model: The model. It may be wrapped already, as by DistributedDataParallel.
@@ -67,26 +68,18 @@ def thin(
             equal draws depend on each other, and the expectation is off. Default None: one of its own, seeded from
             ``torch.initial_seed()``, the rank and the handle's number in this process.
 
-    Raises:
-        InvalidInput: A value out of range, a block that is not in the model, no block found, or a thinned model.
-
-    It returns a handle: ``handle.record`` tells of the last backward, ``handle.paused()`` gives exact gradients,
-    ``handle.remove()`` ends it.
-
     Exact are the forward, the gradients above the last block, and all gradients in evaluation mode, under
     ``create_graph=True``, under ``torch.func`` transforms, and in compiled regions. All others are right on average;
     below BatchNorm in training mode nearly, see ``docs/thinning.md``. Rows are the entries of the dimension that has
     the size of the model's first input tensor; an output without one is left alone. Source: VCAS (Wang et al., ICLR
-    2024, arXiv:2402.17227), whose control needs six further passes.
+    2024, arXiv:2402.17227), whose control needs six further passes. A value out of range, a block that is not in the
+    model, no block found and a thinned model raise :class:`rowprop.InvalidInput`.
 
     Where draws cost more than they save, by the shares and the graph's sizes and never by a clock, ``tau`` draws none
-    and tries again later; ``handle.record.reason`` says it. ``keep=`` always draws.
-
-    Cost:
-        One pass over the gradient of each block's output and some arithmetic on the rows' norms, without a wait for the
-        device. Without ``keep=``, the 2nd, 4th, 8th and 16th backward and then one in 20 measures each row's part of
-        the weight gradients, sliced even where all rows are kept: .05 of a step of 128 rows in a transformer of width
-        384, and .13 in one of width 96.
+    and tries again later; ``handle.record.reason`` says it. ``keep=`` always draws. A draw costs one pass over the
+    gradient of each block's output and some arithmetic on the rows' norms, without a wait for the device. Without
+    ``keep=``, the 2nd, 4th, 8th and 16th backward and then one in 20 measures each row's part of the weight gradients,
+    sliced even where all rows are kept: .05 of a step of 128 rows in a transformer of width 384, .13 with width 96.
 
     Example:
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
@@ -174,9 +167,7 @@ class _Forward:
 class Thinning:
     """The handle that :func:`rowprop.thin` returns.
 
-    Attributes:
-        blocks: Names of the blocks after which the gradient is thinned.
-        record: A :class:`ThinRecord` of the last backward.
+    ``blocks`` are the names of the blocks after which it thins, ``record`` is the :class:`ThinRecord` of a backward.
     """
 
     def __init__(
