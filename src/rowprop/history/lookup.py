@@ -84,7 +84,9 @@ def holdout_losses(
 ) -> Tensor:
     """Compute irreducible losses for :class:`ReducibleLoss`: the losses of a model trained on other rows.
 
-    A ``loader`` that yields nothing or other things is refused, and a ``losses_fn`` without losses of that unit.
+    They come by row id, shape ``(M,)`` with M the largest id plus 1, at least float32, on the CPU; NaN for ids that did
+    not come, the last loss of one that came twice. Of tokens they are ``(M, T)`` with the largest T, NaN behind a
+    shorter batch. A ``loader`` without such pairs is refused, and a ``losses_fn`` without losses of that unit.
 
     Args:
         model: The holdout model, trained on other rows; it runs in evaluation mode without a graph, and stays as it is.
@@ -94,11 +96,6 @@ def holdout_losses(
             over them, of a model that can be much smaller than the trained one.
         unit: ``"row"`` (default), or ``"token"`` where ``losses_fn`` returns those of each row's tokens, ``(N, T)``. T
             may differ between batches that are padded at the end of their rows.
-
-    Returns:
-        Losses by row id, shape ``(M,)`` with M the largest id plus 1, at least float32, on the CPU; NaN for ids that
-        did not come, the last loss of one that came twice. Of tokens ``(M, T)`` with the largest T, NaN behind a
-        shorter batch.
 
     Example:
         >>> model, data = torch.nn.Linear(2, 1), torch.randn(6, 2)

@@ -46,12 +46,9 @@ class Around(Checked):
 class MultipleOf(Around):
     """Round the count of a selector up to a multiple, with the hardest of the other rows: tensor cores want 8.
 
-    Biased; each kept row counts ``1/K``, whatever weights the selector inside gave. Unbiased selections are refused:
-    rows added by their score would make them biased.
-
-    Args:
-        selector: Any other selector.
-        multiple_of: The count becomes a multiple of it, at most N; 1 or more; default 8. No rows stay no rows.
+    The count becomes a multiple of ``multiple_of``, 1 or more, default 8, and at most N; no rows stay no rows. Biased;
+    each kept row counts ``1/K``, whatever weights the selector inside gave. Unbiased selections are refused: rows added
+    by their score would make them biased.
 
     Example:
         >>> from rowprop.selection import MultipleOf
