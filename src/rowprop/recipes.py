@@ -2,8 +2,8 @@
 
 A recipe takes the model and the losses function of the step, its own settings, and further keywords for the step
 (``engine``, ``generator``, ``nonfinite``, ...). ``keep`` is the fraction of rows kept, in (0, 1], or a schedule of it.
-``total_steps`` is how many calls the training has; where it is None, the default, each call gives its progress. It
-returns the step, and raises :class:`~rowprop.errors.InvalidInput` as the step and its selector do. One loop for all::
+``total_steps`` is how many calls the training has; where it is None, the default, each call gives its progress.
+Recipes return the step, and raise :class:`~rowprop.errors.InvalidInput` as it and its selector do. One loop for all::
 
     step = recipes.composer(model, losses_fn, total_steps=10_000)
 

@@ -112,10 +112,7 @@ class LossHistory:
         return self._read("loss", ids)
 
     def age_of(self, ids: Tensor) -> Tensor:
-        """Visits since the one in which the loss was stored, or all where none was: shape ``(N,)``, int64.
-
-        -1 between :meth:`store` and the update that ends the visit.
-        """
+        """Visits since its loss was stored, or all where none was: ``(N,)``, int64; -1 from :meth:`store` to update."""
         return self._read("age", ids)
 
     def count_of(self, ids: Tensor) -> Tensor:
