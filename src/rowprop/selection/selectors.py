@@ -130,9 +130,9 @@ class Keeping(Checked):
 class TopK(Keeping):
     """Keep the rows with the largest scores.
 
-    ``keep`` is the fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``. Biased:
-    each kept row counts ``1/K``. Ties go to the lower row; a NaN score ranks last. Source: OHEM, Shrivastava et al.,
-    CVPR 2016, arXiv:1604.03540.
+    Biased towards high scores; each kept row counts ``1/K``. Ties go to the lower row; a NaN score ranks last. ``keep``
+    is the fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``. Source: OHEM,
+    Shrivastava et al., CVPR 2016, arXiv:1604.03540.
 
     Example:
         >>> TopK(keep=0.6)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
