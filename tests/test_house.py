@@ -87,7 +87,7 @@ def test_a_module_imports_only_rooms_before_its_own():
 
 
 def test_no_two_modules_import_each_other_in_a_circle():
-    # Red with `from rowprop.selection.fixed import TopK` inside a function of selection/base.py.
+    # Red with `from rowprop.selection.selectors import TopK` inside a function of selection/base.py.
     try:
         TopologicalSorter(IMPORTS).prepare()
     except CycleError as error:

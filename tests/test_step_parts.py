@@ -39,8 +39,8 @@ def step_of(selector=None, model=None, **options) -> SelectiveBackprop:
 
 
 def given(**options):
-    """The settings of a step."""
-    return step_of(**options)._settings
+    """A step with these settings."""
+    return step_of(**options)
 
 
 def squares(model, batch=None):

@@ -21,7 +21,7 @@ from rowprop.cost.measure import Tick, ignored
 from rowprop.cost.where import Modules, check_graph, current_node, next_number
 from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, losses_of
-from rowprop.selection.common import check_fraction, count_kept
+from rowprop.selection.selectors import check_fraction, count_kept
 from rowprop.state import backward_undone
 
 Part = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]

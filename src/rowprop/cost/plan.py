@@ -24,7 +24,7 @@ from rowprop.distributed import averages_gradients
 from rowprop.engines import Sliced, policies_on, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, losses_of, score_without_graph
-from rowprop.selection.common import count_kept
+from rowprop.selection.selectors import count_kept
 from rowprop.state import devices_of, rng_states
 from rowprop.step.selective import rows_of
 from rowprop.thinning.blocks import repeated_blocks

@@ -19,7 +19,7 @@ from rowprop.engines import ENGINES, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, losses_of
 from rowprop.selection.base import Context, Selection
-from rowprop.selection.fixed import TopK
+from rowprop.selection.selectors import TopK
 from rowprop.state import devices_of, leaves_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
 from rowprop.step.small import unwarned

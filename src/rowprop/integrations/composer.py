@@ -15,8 +15,7 @@ from rowprop.integrations import shared
 from rowprop.schedule import Schedule
 from rowprop.scoring import Downscaled, LossesFn
 from rowprop.selection.base import Selector
-from rowprop.selection.common import Keep
-from rowprop.selection.drawn import RankSampling
+from rowprop.selection.selectors import Keep, RankSampling
 
 # mosaicml asks for a torch below 2.7.1, so no extra could install it.
 _install = "pip install --no-deps mosaicml, and install the packages that docs/composer.md names"

@@ -15,8 +15,7 @@ from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
 from rowprop.integrations.shared import Means, Numbers, Selects, check_reduction, module_of
 from rowprop.selection.base import Selector
-from rowprop.selection.common import check_fraction
-from rowprop.selection.fixed import Everything, LossMass
+from rowprop.selection.selectors import Everything, LossMass, check_fraction
 
 _learner: Any = module_of("fastai", "learner")
 _unreduced: Any = module_of("fastai", "layers").NoneReduce

@@ -22,7 +22,7 @@ from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations import shared
 from rowprop.selection import Context, MaxVariance, PerClass, Stateful, TopK
 from rowprop.selection.base import Selector, asked, check_selector, keep_of
-from rowprop.selection.common import Keep
+from rowprop.selection.selectors import Keep
 
 
 def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:

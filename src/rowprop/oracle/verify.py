@@ -23,7 +23,7 @@ from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance, zero
 from rowprop.oracle.results import Verification
 from rowprop.scoring import LossesFn
 from rowprop.selection.base import Context, Selection, Selector
-from rowprop.selection.common import count_kept, mean_of
+from rowprop.selection.selectors import count_kept, mean_of
 
 
 def verify(
