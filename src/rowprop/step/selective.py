@@ -143,6 +143,11 @@ class SelectiveBackprop:
         self._trained = (0, 0)  # rows of the sampler's epoch, and the number of that epoch
         self._size_is_known = False
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) and not name.startswith("_"):
+            raise AttributeError(f"{name} stays as it was given; make another SelectiveBackprop.")
+        super().__setattr__(name, value)
+
     @property
     def progress(self) -> float | None:
         """Fraction of the training that is done, of ``total_steps`` or else of the sampler's epochs; None: unknown."""
