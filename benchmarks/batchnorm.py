@@ -44,7 +44,7 @@ from bench_step import RESULTS, save, setting
 from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.folder import to_json
 from rowprop.app.compare.models import build_model
-from rowprop.app.compare.train import judge, learning_rate, row_losses
+from rowprop.app.compare.train import judge, learning_rate, losses_of
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSlice
 from rowprop.cost import count_flops
@@ -145,7 +145,7 @@ class Way:
         self, model: nn.Module, selector: rowprop.selection.Selector, batch: Batch, draw: torch.Generator
     ) -> Tensor:
         """Add the gradient of the kept rows' mean loss to the parameters; returns which rows they were."""
-        selective = rowprop.SelectiveBackprop(model, row_losses, selector, engine=self.engine, generator=draw)
+        selective = rowprop.SelectiveBackprop(model, losses_of, selector, engine=self.engine, generator=draw)
         loss, record = selective(batch)
         with self.applied():
             loss.backward()
@@ -339,7 +339,7 @@ def train(
                 group["lr"] = learning_rate(step / size.steps, size.peak_lr)
             batch = data.train_x[rows], data.train_y[rows]
             if way is None:
-                row_losses(model, batch).mean().backward()
+                losses_of(model, batch).mean().backward()
             else:
                 try:
                     way.backward(model, selector, batch, draw)
@@ -442,7 +442,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 def picked(model: nn.Module, batch: Batch, policy: Any, rows: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
     """All parameters' gradients of the picked rows' mean loss as one vector, and the backward's FLOPs."""
     twin = copy.deepcopy(model)
-    losses = row_losses(twin, batch)
+    losses = losses_of(twin, batch)
     loss = rowprop.pick(losses, rows(losses.detach()), batchnorm=policy).mean()
     with count_flops() as counted:
         loss.backward()
@@ -460,7 +460,7 @@ def border(data: Dataset, num_rows: Sequence[int], batches: int = 8, steps: int 
         for _ in range(steps):
             rows = torch.randint(len(data.train_y), (64,))
             optimizer.zero_grad()
-            row_losses(model, (data.train_x[rows], data.train_y[rows])).mean().backward()
+            losses_of(model, (data.train_x[rows], data.train_y[rows])).mean().backward()
             optimizer.step()
         for n in num_rows:
             for kept in (2**power for power in range(n.bit_length() - 1)):

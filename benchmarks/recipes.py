@@ -22,12 +22,10 @@ import torch
 
 from bench_step import RESULTS, device_stem, save
 from rowprop.app.compare.data import load_data
-from rowprop.app.compare.methods import METHODS
 from rowprop.app.compare.report import render_report
-from rowprop.app.compare.results import verdict
+from rowprop.app.compare.results import verdict, with_spread
 from rowprop.app.compare.run import compare
-from rowprop.app.compare.runs import with_spread
-from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.settings import METHODS, Settings
 from rowprop.files import write_whole
 
 SETS: dict[str, dict[str, Any]] = {

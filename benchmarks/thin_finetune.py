@@ -56,7 +56,7 @@ from torch.nn import functional as F
 
 import rowprop
 from bench_step import RESULTS, device_stem, save, setting
-from rowprop.app.compare.wordnet import CLASSES, DEBIAN_WORDNET, read_glosses
+from rowprop.app.compare.data import DEBIAN_WORDNET, WORDNET_CLASSES, read_glosses
 from rowprop.files import write_whole
 from rowprop.history import LossHistory, PruningSampler
 from rowprop.thinning.backward import ThinnedBackward
@@ -120,7 +120,7 @@ class Classifier(nn.Module):
             attention_probs_dropout_prob=dropout,
         )
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(self.encoder.config.hidden_size, len(CLASSES))
+        self.head = nn.Linear(self.encoder.config.hidden_size, len(WORDNET_CLASSES))
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """(N, T), (N,) -> logits (N, 45)."""

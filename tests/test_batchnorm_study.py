@@ -13,7 +13,7 @@ import batchnorm
 import rowprop
 from batchnorm import WAYS
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.train import row_losses
+from rowprop.app.compare.train import losses_of
 from rowprop.backprop.rules.registry import RULES
 
 N, SELECTOR = 12, rowprop.TopK(0.4)
@@ -74,11 +74,11 @@ def with_norms_written_out(model: nn.Module, way: str, rows: Tensor) -> nn.Modul
 def expected(way: str, model: nn.Module, batch: batchnorm.Batch, rows: Tensor) -> dict[str, Tensor]:
     twin = copy.deepcopy(model)
     if way == "exact":
-        row_losses(twin, batch)[rows].mean().backward()
+        losses_of(twin, batch)[rows].mean().backward()
     elif way == "recompute":
-        row_losses(twin, (batch[0][rows], batch[1][rows])).mean().backward()
+        losses_of(twin, (batch[0][rows], batch[1][rows])).mean().backward()
     else:
-        row_losses(with_norms_written_out(twin, way, rows), batch)[rows].mean().backward()
+        losses_of(with_norms_written_out(twin, way, rows), batch)[rows].mean().backward()
     return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
 
 
@@ -86,7 +86,7 @@ def expected(way: str, model: nn.Module, batch: batchnorm.Batch, rows: Tensor) -
 # Red when: a way's formula is another's, or it takes its statistics from other rows (tried: one rule for the other).
 def test_each_way_gives_the_gradient_that_is_written_out(way: str):
     model, batch = net(), a_batch()
-    rows = SELECTOR(row_losses(model, batch)).rows
+    rows = SELECTOR(losses_of(model, batch)).rows
     # The projection is told the kept rows' deviation with eps in it, which the formula has not.
     tolerance = 1e-4 if way == "projected" else 1e-9
     found = batchnorm.gradient(WAYS[way], model, SELECTOR, batch, seed=0)
@@ -99,7 +99,7 @@ def test_each_way_gives_the_gradient_that_is_written_out(way: str):
 def test_the_ways_differ_on_this_net():
     # So that the test above can tell them apart.
     model, batch = net(), a_batch()
-    rows = SELECTOR(row_losses(model, batch)).rows
+    rows = SELECTOR(losses_of(model, batch)).rows
     first = [expected(way, model, batch, rows)["0.weight"] for way in WAYS]
     for i, a in enumerate(first):
         assert all(batchnorm.off(a, b) > 0.01 for b in first[:i])

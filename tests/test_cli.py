@@ -485,7 +485,7 @@ def test_without_its_packages_the_command_says_which_line_brings_them(package: s
     # Red: the import of typer outside of `try`: a traceback.
     for name in [name for name in sys.modules if name.partition(".")[0] in ("typer", "rich")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("rowprop.app.cli", "rowprop.app.show", "rowprop.app.terminal"):
+    for name in ("rowprop.app.cli", "rowprop.app.terminal"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as ended:

@@ -25,18 +25,15 @@ import compare_cases
 import rowprop
 from rowprop.app import page
 from rowprop.app.compare import data as data_module
-from rowprop.app.compare import report, wordnet
+from rowprop.app.compare import report
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data, read_idx
-from rowprop.app.compare.methods import METHODS, parse_methods
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import gallery, line_styles, picture, render_report
-from rowprop.app.compare.results import most_chosen, verdict
+from rowprop.app.compare.results import PHASES, Run, most_chosen, show_comparison, verdict
 from rowprop.app.compare.run import Outcome, compare
-from rowprop.app.compare.runs import PHASES, Run
-from rowprop.app.compare.settings import Settings
-from rowprop.app.compare.show import print_tables
+from rowprop.app.compare.settings import METHODS, Settings, parse_methods
 from rowprop.app.compare.train import hardest_share, learning_rate, train
 from rowprop.errors import InvalidInput, MissingExtra
 
@@ -524,7 +521,7 @@ def test_resume_takes_more_seeds_and_methods_but_no_other_data(tmp_path: Path):
 
 def test_stopping_before_the_first_run_is_finished_leaves_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     interrupt_at(monkeypatch, 1)
-    assert compare_quietly(tmp_path) == Outcome(None, 0, 15, interrupted=True)
+    assert compare_quietly(tmp_path) == Outcome(None, 0, 15)
     assert not (tmp_path / "results.json").exists()
 
 
@@ -768,7 +765,7 @@ def test_tables_print_labels_as_they_are(tmp_path: Path):
     results = compare_quietly(tmp_path, methods="full,ohem", seeds=1).results
     results["methods"][1]["label"] = "[red]x[/]"
     said = io.StringIO()
-    print_tables(Console(file=said, width=120), results)
+    show_comparison(Console(file=said, width=120), results)
     assert said.getvalue().count("[red]x[/]") == 2
 
 
@@ -1117,17 +1114,17 @@ def test_a_corrupt_wordnet_file_is_one_sentence_that_names_it(tmp_path: Path, co
     assert content is not None or "apt-get install wordnet-base" in str(caught.value)
 
 
-@pytest.mark.skipif(not wordnet.DEBIAN_WORDNET.is_dir(), reason="needs Debian's wordnet-base")
+@pytest.mark.skipif(not data_module.DEBIAN_WORDNET.is_dir(), reason="needs Debian's wordnet-base")
 def test_wordnet_is_what_it_is_said_to_be():
-    glosses, classes = wordnet.read_glosses(wordnet.DEBIAN_WORDNET)
+    glosses, classes = data_module.read_glosses(data_module.DEBIAN_WORDNET)
     assert len(glosses) == len(classes) == 117_659
-    assert len(set(classes)) == len(wordnet.CLASSES) == 45
+    assert len(set(classes)) == len(data_module.WORDNET_CLASSES) == 45
     # Counted by lexnames(5WN)'s description: a hamster's gloss is noun.animal, breathe's verb.body.
     found = dict(zip(glosses, classes, strict=True))
     hamster = next(gloss for gloss in glosses if gloss.startswith("short-tailed Old World burrowing rodent"))
-    assert wordnet.CLASSES[found[hamster]] == "noun.animal"
+    assert data_module.WORDNET_CLASSES[found[hamster]] == "noun.animal"
     breathe = next(gloss for gloss in glosses if gloss.startswith("draw air into, and expel out of, the lungs"))
-    assert wordnet.CLASSES[found[breathe]] == "verb.body"
+    assert data_module.WORDNET_CLASSES[found[breathe]] == "verb.body"
 
 
 def test_a_text_set_is_compared_with_its_own_model_and_shown_as_text(tmp_path: Path):
@@ -1143,8 +1140,8 @@ def test_a_text_set_is_compared_with_its_own_model_and_shown_as_text(tmp_path: P
 
 
 def test_the_model_follows_the_data():
-    assert (settings(model=None).model_name, settings(model=None, data="wordnet").model_name) == ("convnet", "textnet")
-    assert settings(data="wordnet", model="resnet").model_name == "resnet"
+    assert (settings(model=None).model, settings(model=None, data="wordnet").model) == ("convnet", "textnet")
+    assert settings(data="wordnet", model="resnet").model == "resnet"
 
 
 def test_digits_are_split_without_overlap():

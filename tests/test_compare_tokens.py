@@ -15,17 +15,15 @@ from torch.nn import functional as F
 
 import compare_cases
 import rowprop
-from rowprop.app.compare import models, wordnet
+from rowprop.app.compare import data as data_module
+from rowprop.app.compare import models
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data
-from rowprop.app.compare.methods import Method
 from rowprop.app.compare.models import GPT
-from rowprop.app.compare.results import verdict
+from rowprop.app.compare.results import TASKS, Run, show_comparison, verdict
 from rowprop.app.compare.run import Outcome, compare
-from rowprop.app.compare.runs import TASKS, Run
-from rowprop.app.compare.settings import Settings
-from rowprop.app.compare.show import print_tables
+from rowprop.app.compare.settings import Method, Settings
 from rowprop.app.compare.train import learning_rate, train
 from rowprop.errors import InvalidInput
 
@@ -165,7 +163,7 @@ def test_glosses_stand_whole_and_side_by_side():
     # first word; a long gloss loses its end.
     numbers = {word: place for place, word in enumerate("abcdefg", start=2)}
     texts = ["a b", "a b c d e f g", "c", "unheard a", "d"]
-    assert wordnet.packed(texts, numbers, end=9, num_tokens=6).tolist() == [
+    assert data_module.packed(texts, numbers, end=9, num_tokens=6).tolist() == [
         [9, 2, 3, 9, 4, 9, 0],  # a b, c; then 1 token has no room for a gloss and its end
         [9, 2, 3, 4, 5, 6, 9],  # the long one, cut
         [9, 1, 2, 9, 5, 9, 0],  # unheard a, d
@@ -180,13 +178,13 @@ def test_tokens_are_followed_by_those_that_they_predict(data: Dataset):
     assert not bool(data.counted(data.train_y).all())  # some tokens are padding, or the tests below prove nothing
 
 
-@pytest.mark.skipif(not wordnet.DEBIAN_WORDNET.is_dir(), reason="needs Debian's wordnet-base")
+@pytest.mark.skipif(not data_module.DEBIAN_WORDNET.is_dir(), reason="needs Debian's wordnet-base")
 def test_the_glosses_of_wordnet_fill_their_rows():
     # Red when: a gloss is tried in the last row alone (87 % count).
     found = load_data("wordnet", unit="token")
     assert (len(found.train_y), len(found.test_y), len(found.class_names)) == (800, 250, 4000)
     assert found.counted(found.train_y).float().mean() > 0.97
-    assert (found.train_y == wordnet.UNKNOWN).float().mean() < 0.2
+    assert (found.train_y == data_module.UNKNOWN).float().mean() < 0.2
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
@@ -329,7 +327,7 @@ def test_a_comparison_of_tokens_that_is_stopped_ends_as_one_that_was_not(
 
 def test_page_and_tables_speak_of_tokens_and_perplexity(whole: tuple[Path, Outcome], capsys):
     out, outcome = whole
-    print_tables(Console(width=200), outcome.results)
+    show_comparison(Console(width=200), outcome.results)
     printed, page = capsys.readouterr().out, (out / "report.html").read_text()
     reached = outcome.results["methods"][2]["perplexity"]
     for text in (printed, page):
@@ -387,7 +385,7 @@ def test_gpt_has_defaults_of_its_own(folder: str):
     chosen = Settings(data="wordnet", model="gpt")
     labels = [method.label for method in chosen.parsed_methods]
     assert labels == ["full", "random", "random@cut", "ohem", "ohem@cut", "rho1", "rho1@cut"]
-    assert (chosen.unit, chosen.num_epochs, chosen.rows_per_step, chosen.peak_lr) == ("token", 4, 16, 0.003)
+    assert (chosen.unit, chosen.epochs, chosen.batch_rows, chosen.lr) == ("token", 4, 16, 0.003)
     assert Settings(data="wordnet").unit == "row"
 
 

@@ -40,7 +40,7 @@ from plain_loop import (
 )
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
-from rowprop.selection.common import mean_of
+from rowprop.selection.selectors import mean_of
 
 MODULE = "rowprop.integrations.fastai"
 

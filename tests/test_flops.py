@@ -18,8 +18,7 @@ from closed_forms import closed_form, convolution, linear
 from elementwise import Elementwise
 from flop_networks import NETWORKS, batch, losses
 from rowprop.cost.count import UPDATE_FLOPS, count_step
-from rowprop.cost.flops import count_flops
-from rowprop.cost.formulas import FORMULAS
+from rowprop.cost.flops import FORMULAS, count_flops
 from rowprop.errors import InvalidInput
 from zoo import ENTRIES, Entry
 from zoo import N as ZOO_ROWS

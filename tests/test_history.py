@@ -184,9 +184,8 @@ def test_dense_updates_never_wait_for_the_device(monkeypatch):
         ids, losses = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
         with pytest.raises(DataDependentOutputException):  # the test of the test: ids on the host are looked at
             history.update(ids, losses)
-        # ids on a device do not meet this check
-        monkeypatch.setattr(rowprop.history.losses, "_check_range", lambda ids, num_rows: None)
-        monkeypatch.setattr(rowprop.history.losses, "_check_places", lambda rows, num_rows: None)  # nor do rows
+        # ids and rows on a device do not meet this check
+        monkeypatch.setattr(rowprop.history.losses, "first_outside", lambda places, size: None)
         history.store(ids, losses)
         history.update(ids, losses, ids[:2])
         assert history.weights_of(ids).shape == (4,)
@@ -264,11 +263,11 @@ def test_a_state_continues_bit_for_bit(size):
             lambda: LossHistory(4).load_state_dict(LossHistory(4).state_dict() | {"num_rows": torch.ones(2)}),
             r"a state with num_rows=tensor\(\[1., 1.\]\) but has num_rows=4; build it as it was",
         ),
-        (lambda: LossHistory().losses_of([1]), "ids that are a list but the rows' ids were needed"),
+        (lambda: LossHistory().losses_of([1]), "a list but the rows' ids were needed"),
         (lambda: LossHistory(4).update(IDS[:2], torch.ones(2, 3)), r"LossHistory.update got losses of shape \(2, 3\)"),
         (lambda: LossHistory(4).update(IDS[:2], torch.ones(2), torch.ones(2) > 0), "turn a mask into indices"),
         (lambda: LossHistory(4).set_weights(IDS[:2], torch.ones(1)), r"got weights of shape \(1,\) .* for 2 ids"),
-        (lambda: LossHistory(4).update([0], torch.ones(1)), "got ids that are a list but the rows' ids were needed"),
+        (lambda: LossHistory(4).update([0], torch.ones(1)), "got a list but the rows' ids were needed"),
         (lambda: LossHistory(4).update(IDS[:1], [1.0]), r"got losses=\[1.0\], a list, but a tensor was needed"),
         (lambda: LossHistory(4).update(IDS[:2], torch.ones(2), [0]), r"got rows=\[0\], a list, but a tensor"),
         (
@@ -276,8 +275,8 @@ def test_a_state_continues_bit_for_bit(size):
             "got row -1 but places in the batch",
         ),
         (lambda: LossHistory(4).update(IDS[:2], torch.ones(2), torch.tensor([2])), "got row 2 but places in the batch"),
-        (lambda: LossHistory(4).store([0], torch.ones(1)), "got ids that are a list but the rows' ids were needed"),
-        (lambda: LossHistory(4).set_weights([0], torch.ones(1)), "got ids that are a list but the rows' ids"),
+        (lambda: LossHistory(4).store([0], torch.ones(1)), "got a list but the rows' ids were needed"),
+        (lambda: LossHistory(4).set_weights([0], torch.ones(1)), "got a list but the rows' ids"),
         (lambda: LossHistory(4).set_weights(IDS[:1], [1.0]), r"got weights=\[1.0\], a list, but a tensor was needed"),
         (
             lambda: LossHistory(4).load_state_dict(LossHistory(5).state_dict()),
@@ -456,7 +455,7 @@ def test_where_ranks_must_run_as_many_forwards_two_rows_are_always_scored(monkey
 
     history.update(batch, torch.full((4,), 5.0))
     assert scored(batch) == [5.0] * 4 and clock.asked == []
-    monkeypatch.setattr("rowprop.history.stale.averages_gradients", lambda model: True)
+    monkeypatch.setattr("rowprop.history.lookup.averages_gradients", lambda model: True)
     assert scored(batch) == [0.0, 1.0, 5.0, 5.0] and clock.asked == [[0, 1]]
     assert scored(batch[2:3]) == [2.0] and clock.asked[1:] == [[2]]
 

@@ -19,7 +19,7 @@ recipes cost oracle rowprop integrations app
 """A module imports modules of its own room and of rooms that stand before it. ``rowprop`` is the front door, the
 package's ``__init__``. ARCHITECTURE.md draws them."""
 
-PROBED = ["selection", "scoring", "step", "distributed", "recipes", "history", "engines", "app.compare.methods"]
+PROBED = ["selection", "scoring", "step", "distributed", "recipes", "history", "engines", "app.compare.settings"]
 """Where parts that a user wrote come in: selectors, scorers, engines, histories."""
 
 PROBES = {  # where an expression looks for an attribute: whose object it looks at, and why no class answers instead
@@ -87,7 +87,7 @@ def test_a_module_imports_only_rooms_before_its_own():
 
 
 def test_no_two_modules_import_each_other_in_a_circle():
-    # Red with `from rowprop.selection.fixed import TopK` inside a function of selection/base.py.
+    # Red with `from rowprop.selection.selectors import TopK` inside a function of selection/base.py.
     try:
         TopologicalSorter(IMPORTS).prepare()
     except CycleError as error:

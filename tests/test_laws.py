@@ -38,7 +38,7 @@ from rowprop.history import LossHistory
 from rowprop.scoring import score_without_graph
 from rowprop.selection import Context, Everything, KnownKeep, Selection, Stateful, TopBottom, TopK
 from rowprop.selection.base import keep_of
-from rowprop.selection.common import count_kept
+from rowprop.selection.selectors import count_kept
 from rowprop.step.selective import wants_context
 
 

@@ -23,7 +23,7 @@ from conftest import SMALLEST_IN_FIGURES, SMALLEST_TEXT
 from rowprop.app import page
 from rowprop.app.cli import app
 from rowprop.app.model import default_losses
-from rowprop.app.report import count_batches, ratio_against_batch, step_time, write_flops, write_plan
+from rowprop.app.page import count_batches, ratio_against_batch, step_time, write_flops, write_plan
 from rowprop.cost.count import count_step
 from rowprop.cost.plan import Cost, Measurement, PlainStep, make_plan
 from rowprop.cost.profile import profile

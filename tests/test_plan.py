@@ -18,8 +18,7 @@ import rowprop
 from bench_plan import bars
 from rowprop.app.cli import app
 from rowprop.cost.measure import Timing
-from rowprop.cost.plan import Cost, Measurement, PlainStep, line, make_plan
-from rowprop.cost.planning import _levelled, _measured, plan, second_forward
+from rowprop.cost.plan import Cost, Measurement, PlainStep, _levelled, _measured, line, make_plan, plan, second_forward
 from rowprop.engines import policies_on
 from rowprop.errors import InvalidInput
 
@@ -458,7 +457,7 @@ def test_on_an_accelerator_every_k_warms_up_however_long_a_step_takes(monkeypatc
         warmups.append(warmup)
         return {name: Timing(({"step": 1.0},), 0) for name in routines}
 
-    monkeypatch.setattr("rowprop.cost.planning.measure", measured)
+    monkeypatch.setattr("rowprop.cost.plan.measure", measured)
     key = ("sliced", 0.5)
     for device in ("cpu", "cuda:0"):
         options = {"rounds": 1, "seconds": 1e-9, "begun_s": 0.0, "tell": print}

@@ -21,8 +21,7 @@ from profile_cases import HEALTHY, PLANTED, example
 from rowprop.app.cli import app
 from rowprop.app.model import default_losses
 from rowprop.cost.findings import Calls, Node, Observed, Op, diagnose
-from rowprop.cost.profile import profile
-from rowprop.cost.trace import ENGINE, MARK, MODULE, Trace
+from rowprop.cost.profile import ENGINE, MARK, MODULE, Trace, profile
 from rowprop.cost.where import Modules
 from rowprop.errors import InvalidInput
 

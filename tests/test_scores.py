@@ -401,7 +401,7 @@ def test_reducible_losses_reach_a_selector_inside_with_its_context_and_its_memor
     [
         ([], "a loader without batches"),
         ([(torch.tensor([0, 1, 2]), BATCH)], "got 3 ids for the losses of 16 rows"),
-        ([([0] * 16, BATCH)], "got ids that are a list but the rows' ids were needed"),
+        ([([0] * 16, BATCH)], "got a list but the rows' ids were needed"),
         ([(torch.arange(-1, 15), BATCH)], "or one below 0, but each row's place"),
         ([BATCH[0]], "got a Tensor from the loader but pairs of ids and a batch were needed"),
         (5, "holdout_losses got a int but a loader of ids and batches was needed"),

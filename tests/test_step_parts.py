@@ -39,8 +39,16 @@ def step_of(selector=None, model=None, **options) -> SelectiveBackprop:
 
 
 def given(**options):
-    """The settings of a step."""
-    return step_of(**options)._settings
+    """A step with these settings."""
+    return step_of(**options)
+
+
+@pytest.mark.parametrize("name", ["selector", "engine", "history", "sampler", "accumulate_to", "timing"])
+def test_arguments_stay_as_they_were_given(name: str):
+    # Red when: an attribute can be set, unchecked, in the middle of a training.
+    step = step_of()
+    with pytest.raises(AttributeError, match=f"{name} stays as it was given; make another SelectiveBackprop"):
+        setattr(step, name, None)
 
 
 def squares(model, batch=None):

@@ -24,7 +24,7 @@ if _typing.TYPE_CHECKING:
     from rowprop.backprop.rowwise import rowwise as rowwise
     from rowprop.backprop.watch import watch as watch
     from rowprop.backprop.zeros import skip_zeros as skip_zeros
-    from rowprop.cost.planning import plan as plan
+    from rowprop.cost.plan import plan as plan
     from rowprop.cost.zeros import find_zeros as find_zeros
     from rowprop.errors import InvalidInput as InvalidInput
     from rowprop.errors import RowpropError as RowpropError
@@ -47,7 +47,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "backprop.rowwise": "rowwise",
             "backprop.watch": "watch",
             "backprop.zeros": "skip_zeros",
-            "cost.planning": "plan",
+            "cost.plan": "plan",
             "cost.zeros": "find_zeros",
             "errors": "InvalidInput RowpropError TooSmall UnsupportedOperation",
             "oracle.verify": "verify",

@@ -22,8 +22,7 @@ from rowprop.errors import InvalidInput
 def num_rows(batch: object) -> int:
     """Count the rows of a batch: N, the size that the first dimensions of all its tensors share.
 
-    Raises:
-        InvalidInput: There is no tensor with a dimension, or two of them disagree.
+    A batch without a tensor that has a dimension is refused, and one in which two of them disagree.
     """
     found: tuple[str, int] | None = None
     for path, size in _sizes(batch, "batch"):
@@ -42,19 +41,11 @@ def num_rows(batch: object) -> int:
 def take(batch: Any, rows: Tensor) -> Any:
     """Take some rows of a batch, in the given order, and leave the batch itself alone.
 
-    Args:
-        batch: A tensor or nested containers of tensors; see the module's text.
-        rows: Row indices, shape ``(K,)``, int64, on any device.
+    It costs one gather per tensor; a copy of ``rows`` to the host only for lists, arrays and tensors that live there.
 
-    Returns:
-        The same kind of batch with K rows; entries that hold no rows are shared.
-
-    Raises:
-        InvalidInput: ``rows`` is not a vector of indices, one of them is out of range (on an accelerator torch's own
-            assertion says so), or the batch's tensors disagree about N.
-
-    Cost:
-        One gather per tensor; a copy of ``rows`` to the host only for lists, arrays and tensors that live there.
+    The batch is a tensor or nested containers of tensors, as in the module's text; ``rows`` are indices, ``(K,)``,
+    int64, on any device. The same kind of batch comes back, with K rows; entries that hold no rows are shared. Other
+    rows are refused (out of range on an accelerator by torch's own assertion), and tensors that disagree about N.
 
     Example:
         >>> take({"x": torch.arange(8).view(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0}, torch.tensor([1, 3]))
@@ -65,11 +56,10 @@ def take(batch: Any, rows: Tensor) -> Any:
         needed = "a tensor of row indices was needed, shape (K,), int64."
         raise InvalidInput(f"take got rows that are a {type(rows).__name__} but {needed}")
     if rows.dim() != 1 or rows.dtype != torch.int64 or (rows.is_meta and not all(t.is_meta for t in tensors(batch))):
-        given = f"rows of shape {tuple(rows.shape)} and dtype {rows.dtype}"
-        needed = (
-            "row indices were needed, shape (K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
+        given = (
+            f"rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but row indices were needed, shape (K,), int64"
         )
-        raise InvalidInput(f"take got {given} but {needed}")
+        raise InvalidInput(f"take got {given}; turn a mask into indices with `mask.nonzero().squeeze(1)`.")
     size = num_rows(batch)
     if size == 0 and rows.numel() > 0:
         raise InvalidInput(f"take got {rows.numel()} rows to take but the batch has none.")

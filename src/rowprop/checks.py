@@ -66,12 +66,6 @@ def check_whole(owner: str, name: str, value: object, least: int, needed: str | 
         raise wrong(owner, name, value, "a whole number below 2**63 was needed.")
 
 
-def check_flag(owner: str, name: str, value: object) -> None:
-    """Refuse a value that is neither True nor False."""
-    if not isinstance(value, bool):
-        raise wrong(owner, name, value, "True or False was needed.")
-
-
 def check_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
     """Refuse a value that is none of the choices; the first is the default."""
     if not any(type(value) is type(choice) and value == choice for choice in choices):

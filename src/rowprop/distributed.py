@@ -84,18 +84,11 @@ class Global(Ranks):
     """Select among the rows of all ranks, as one process with the whole batch would.
 
     The first rank selects, with its generator and its selector's memory, and every rank gets its own rows, possibly
-    none; N may differ. Weights are the selector's times the number of ranks.
-
-    Args:
-        group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
-            None: all ranks.
-
-    Raises:
-        RankFailed: In a selection, the first rank could not select.
-
-    Cost:
-        Three collectives: N; scores, ids and classes, padded to the longest; the decision. The host reads the counts. A
-        step lasts as long as on the rank that kept most.
+    none; N may differ. Weights are the selector's times the number of ranks. Where the first rank could not select, the
+    others raise :class:`rowprop.RankFailed`. ``group`` are the ranks that average gradients together, a process group
+    or a one-dimensional ``DeviceMesh``; default None: all ranks. It costs three collectives: N; scores, ids and
+    classes, padded to the longest; the decision. The host reads the counts. A step lasts as long as on the rank that
+    kept most.
 
     Example:
         >>> from rowprop.distributed import Global
@@ -161,17 +154,9 @@ class Local(Ranks):
     Ranks may keep different counts K_r, of different N_r. Weights of ``1/K`` are multiplied by ``W * K_r / sum(K)``, so
     that every kept row counts alike; all others, and those of unbiased selections, refer to the mean over all rows and
     are multiplied by ``W * N_r / sum(N)``. (Rows dropped as not finite do not count in N_r.) Seed generators by rank,
-    for independent draws.
-
-    Args:
-        group: As for :class:`Global`; default None: all ranks.
-
-    Raises:
-        RankFailed: In a selection, another rank could not select.
-
-    Cost:
-        One collective of two numbers per rank, read on the host. Where the count is fixed and N is the same everywhere,
-        the bare selector is exact under DDP too.
+    for independent draws. Where a rank could not select, the others raise :class:`rowprop.RankFailed`. ``group`` is as
+    for :class:`Global`. It costs one collective of two numbers per rank, read on the host. Where the count is fixed and
+    N is the same everywhere, the bare selector is exact under DDP too.
 
     Example:
         >>> from rowprop.distributed import Local
@@ -205,17 +190,10 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
     """Mean over the kept rows of all ranks, as each rank has to return it: ``sum(kept) * W / K``.
 
     For rows chosen by hand: ``rowprop.distributed.mean(rowprop.pick(losses, rows)).backward()``. Every rank must call,
-    also one that kept no row.
+    also one that kept no row. It costs one all-reduce of one number, for which the host does not wait.
 
-    Args:
-        kept: Losses of this rank's kept rows, shape ``(K_r,)``, K_r >= 0.
-        group: As for :class:`Global`; default None: all ranks.
-
-    Returns:
-        A scalar, at least float32, with a graph; zero where no rank kept a row.
-
-    Cost:
-        One all-reduce of one number, for which the host does not wait.
+    ``kept`` are the losses of this rank's kept rows, ``(K_r,)``, K_r >= 0, and ``group`` is as for :class:`Global`. It
+    returns a scalar, at least float32, with a graph; zero where no rank kept a row.
 
     Example:
         >>> rowprop.distributed.mean(torch.tensor([1.0, 3.0])).item()
@@ -279,10 +257,8 @@ def averages_gradients(model: object) -> bool:
 def refuse_join(model: object) -> None:
     """Refuse to go on where ranks may have run out of batches: they would not meet the collectives of a selection."""
     if getattr(getattr(model, "_join_config", None), "enable", False):
-        remedy = "give all ranks as many batches, or select without ranks."
-        raise UnsupportedOperation(
-            f"a selection across ranks inside Join would wait for those without batches; {remedy}"
-        )
+        why = "would wait for those without batches; give all ranks as many batches, or select without ranks."
+        raise UnsupportedOperation(f"a selection across ranks inside Join {why}")
 
 
 def _gathered(values: Tensor, group: ProcessGroup) -> Tensor:

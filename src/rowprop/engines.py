@@ -64,8 +64,8 @@ class Recompute:
     """A second forward, on the kept rows.
 
     Args:
-        scoring: The mode of the forward that scores the rows: ``"train"`` (default), the mode in which the model is, so
-            that ``recompute`` selects the rows that ``sliced`` would; ``"eval"``, evaluation mode.
+        scoring: The mode of the forward that scores: ``"train"`` (default), the mode in which the model is, so that
+            ``recompute`` selects the rows that ``sliced`` would; ``"eval"``, evaluation mode.
     """
 
     scoring: Literal["train", "eval"] = "train"
@@ -144,10 +144,7 @@ def policies_on(model: object, batchnorm: BatchNorm, attention: Attention = "exa
 
 
 def second_forward_differs(*, drew: bool, batch_statistics: bool) -> str | None:
-    """Why ``recompute`` has another gradient than plain indexing, as a clause; None where it has not.
-
-    It has where the forward draws random numbers, and where it takes BatchNorm's statistics from the batch.
-    """
+    """Why ``recompute`` has another gradient than plain indexing, as a clause; None where it has not."""
     parts = ["draws other dropout masks"] if drew else []
     parts += ["takes batch statistics from the kept rows only"] if batch_statistics else []
     return f"the second forward {' and '.join(parts)}" if parts else None

@@ -15,8 +15,8 @@ from rowprop.errors import InvalidInput
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file, and the folders above it, so that it is there whole or as it was before.
 
-    A draft beside it, ``.XXXXXXXX.draft``, which a killed process may leave, takes its name once it is on the disk. A
-    link stays: the file it leads to is replaced. A device or a pipe, such as ``/dev/stdout``, is written straight away.
+    A draft beside it, ``.XXXXXXXX.draft``, which a killed process may leave, takes its name once it is on the disk. Of
+    a link the file it leads to is replaced. A device or a pipe, such as ``/dev/stdout``, is written straight away.
     """
     try:
         if path.exists() and not path.is_file():

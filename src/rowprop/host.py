@@ -1,7 +1,6 @@
 """The host beside an accelerator, which works on after a call has returned: what may be read, and the clock.
 
-A read of a tensor's values makes the host wait for the device, which then waits for its next call: a part that can go
-on without the values does.
+A read of values makes the host wait for the device, which then waits for its next call: who can do without, does.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-HOST = ("cpu", "meta")
-"""The kinds of devices on which a call returns when its work is done."""
-READ_AT_ONCE = {"cpu"}
-"""Kinds of devices whose values are there when a call returns. Tests empty it: each part then acts as on a GPU."""
+HOST = ("cpu", "meta")  # the kinds of devices on which a call returns when its work is done
+READ_AT_ONCE = {"cpu"}  # those whose values are there then; tests empty it: each part then acts as on a GPU
 
 
 def waits(where: Tensor | torch.device) -> bool:

@@ -28,8 +28,7 @@ class Schedule:
     """Select rows in the middle of training only, with whole batches in between: Composer's schedule.
 
     Selection is on where ``start <= progress < end`` and ``interrupt == 0 or (batch_index + 1) % interrupt != 0``.
-    Source: mosaicml/composer, ``should_selective_backprop``: the code, not its README. Its batch index counts within
-    the epoch.
+    Source: the code of mosaicml/composer, ``should_selective_backprop``; its batch index counts within the epoch.
 
     Args:
         start: Fraction of the training at which selection begins, in [0, 1); default 0.5.
@@ -107,12 +106,9 @@ class Ramp:
 class Joined:
     """One schedule after the other, each from its own start to the start of the next.
 
-    Each part sees its own progress, 0 where it starts and 1 where the next one does. As optax's ``join_schedules``,
-    where each schedule counts steps from its own boundary.
-
-    Args:
-        parts: Pairs of the fraction of the training at which the part starts, and the part: a number, or a callable
-            from progress to a number. The first starts at 0, each later than the one before, the last before 1.
+    Each part sees its own progress, 0 where it starts and 1 where the next one does, as in optax's ``join_schedules``.
+    ``parts`` are pairs of the fraction of the training at which the part starts, and the part: a number, or a callable
+    from progress to a number. The first starts at 0, each later than the one before, the last before 1.
 
     Example:
         >>> keep = Joined([(0.0, 1.0), (0.5, Ramp(1.0, 0.5))])
@@ -155,7 +151,7 @@ class Joined:
 class Progress:
     """How far the training is, counted in steps or in rows: the clock of a learning-rate schedule.
 
-    These counts differ where rows are left out. Compare methods by the count that is bounded in the comparison. Source:
+    The counts differ where rows are left out: compare methods by the one that is bounded in the comparison. Source:
     angelajiang/SelectiveBackprop, ``--forwardlr``: without it the rate follows the backpropagated rows.
 
     Args:

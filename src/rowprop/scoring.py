@@ -94,13 +94,12 @@ def _losses(name: str, returned: object, needed: str, noun: str, *, counted: boo
 def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Average an unreduced loss over all but the rows, leaving out the places that do not count: tokens, pixels.
 
+    The result is ``(N,)``, at least float32, with the graph of ``values``; 0 for a row of which nothing counts.
+
     Args:
         values: Shape ``(N, ...)``, floating, e.g. a cross entropy ``(N, T)`` with ``reduction="none"``.
         mask: Not zero where ``values`` count, which elsewhere may be NaN; each dimension of the same size or 1, e.g.
             ``targets != -100``. Default None: everywhere.
-
-    Returns:
-        Shape ``(N,)``, at least float32, with the graph of ``values``; 0 for a row of which nothing counts.
 
     Example:
         >>> tokens = torch.tensor([[1.0, 3.0, 5.0], [2.0, 0.0, 0.0]])
@@ -130,9 +129,8 @@ def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
 def logits_of(outputs: Any) -> Tensor:
     """Find the logits in the output of a model.
 
-    Args:
-        outputs: A tensor; an object with ``logits`` or a mapping with ``"logits"``; or a container, nested, of which
-            the first tensor with dimensions counts.
+    The output is a tensor; an object with ``logits`` or a mapping with ``"logits"``; or a container, nested, of which
+    the first tensor with dimensions counts.
 
     Example:
         >>> logits_of({"loss": torch.tensor(0.5), "logits": torch.zeros(4, 10)}).shape
@@ -156,9 +154,10 @@ def gradient_norm(
 ) -> Tensor:
     """Norm of the gradient of each row's cross entropy with respect to its logits.
 
-    That is ``||softmax(logits) - onehot(target)||``, in [0, sqrt(2)], also called EL2N. Up to a factor that all rows
-    share, it bounds the norm of the row's gradient with respect to all parameters. Sources: Katharopoulos and Fleuret,
-    ICML 2018, arXiv:1803.00942; Paul, Ganguli and Dziugaite, NeurIPS 2021, arXiv:2107.07075.
+    That is ``||softmax(logits) - onehot(target)||``, in [0, sqrt(2)], also called EL2N; of several positions the mean
+    over the ones that count, 0 where none does. Up to a factor that all rows share, it bounds the norm of the row's
+    gradient with respect to all parameters. It is ``(N,)``, at least float32, without a graph. Sources: Katharopoulos
+    and Fleuret, ICML 2018, arXiv:1803.00942; Paul, Ganguli and Dziugaite, NeurIPS 2021, arXiv:2107.07075.
 
     Args:
         logits: Shape ``(N, C)`` or ``(N, C, ...)``, as :func:`torch.nn.functional.cross_entropy` takes them: tokens,
@@ -168,10 +167,6 @@ def gradient_norm(
         features: Input of a last linear layer, shape ``(N, D)`` or ``(N, D, ...)``: the norm is then that of the
             gradient of this layer's weight and bias. Default None.
         ignore_index: Target of the positions that do not count; default -100.
-
-    Returns:
-        Shape ``(N,)``, at least float32, without a graph. Of several positions the mean over the ones that count, 0
-        where none does: a bound on the norm of the row's mean gradient.
 
     Example:
         >>> gradient_norm(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 0]))
@@ -274,13 +269,8 @@ def score_without_graph(
     """Run ``function(model, batch)`` without a graph and leave the model and the random state as found.
 
     Modes, buffers and the random state of the CPU and of the accelerators involved are put back: the next forward draws
-    the dropout masks that it would have drawn anyway, and running statistics move once per step.
-
-    Args:
-        function: ``(model, batch)`` to losses or any other scores, which are returned.
-        model: The model; only an ``nn.Module`` is put back.
-        batch: The whole batch.
-        mode: ``"train"``: the model's modes as they are. ``"eval"``: evaluation mode, without dropout's noise.
+    the dropout masks that it would have drawn anyway, and running statistics move once per step. Only an ``nn.Module``
+    is put back. ``mode="train"`` (default) leaves the model's modes as they are; ``"eval"`` is without dropout's noise.
     """
     check_callable("score_without_graph", "function", function, "a function of the model and the batch was needed.")
     check_choice("score_without_graph", "mode", mode, ("train", "eval"))
@@ -303,8 +293,7 @@ class Downscaled:
 
     A ``scorer`` for the engine ``recompute``: at half the size a convolutional network's forward costs about a half on
     signals, a quarter on images and an eighth on volumes. The model must take any size. Only the choice of rows is by
-    the smaller input; the gradient of the kept rows is theirs. Source: mosaicml/composer, ``selective_backprop``,
-    ``scale_factor`` (1 by default; its guide recommends 0.5).
+    the smaller input. Source: mosaicml/composer, ``scale_factor`` (1 by default; its guide recommends 0.5).
 
     Args:
         function: ``(model, batch)`` to losses, as ``losses_fn``. Its floating tensors ``(N, C, L)``, ``(N, C, H, W)``

@@ -31,16 +31,23 @@ def buffers_kept(modules: list[nn.Module]) -> Generator[None]:
 
 
 @contextmanager
-def evaluating(modules: list[nn.Module]) -> Generator[None]:
-    """Have ``modules`` in evaluation mode inside the block."""
+def modes_kept(modules: list[nn.Module]) -> Generator[None]:
+    """Put the modes of ``modules`` back as found."""
     modes = [module.training for module in modules]
     try:
-        for module in modules:
-            module.training = False
         yield
     finally:
         for module, training in zip(modules, modes, strict=True):
             module.training = training
+
+
+@contextmanager
+def evaluating(modules: list[nn.Module]) -> Generator[None]:
+    """Have ``modules`` in evaluation mode inside the block."""
+    with modes_kept(modules):
+        for module in modules:
+            module.training = False
+        yield
 
 
 def leaves_of(model: nn.Module, batch: object) -> list[Tensor]:
@@ -51,11 +58,9 @@ def leaves_of(model: nn.Module, batch: object) -> list[Tensor]:
 @contextmanager
 def backward_undone(model: nn.Module, batch: object) -> Generator[None]:
     """Put back the gradients, which start as None, the buffers, the modes and the random state after the block."""
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
-    leaves = leaves_of(model, batch)
+    modules, leaves = list(model.modules()), leaves_of(model, batch)
     grads = [leaf.grad for leaf in leaves]
-    with rng_kept(modules, batch), buffers_kept(modules):
+    with rng_kept(modules, batch), buffers_kept(modules), modes_kept(modules):
         try:
             for leaf in leaves:
                 leaf.grad = None
@@ -63,8 +68,6 @@ def backward_undone(model: nn.Module, batch: object) -> Generator[None]:
         finally:
             for leaf, grad in zip(leaves, grads, strict=True):
                 leaf.grad = grad
-            for module, training in zip(modules, modes, strict=True):
-                module.training = training
 
 
 @contextmanager

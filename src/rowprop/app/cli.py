@@ -1,22 +1,18 @@
-"""The command line: exit codes, options, and tables.
-
-Exit codes are those of the help, and 1 if typer or rich is missing. Each failure is one sentence on stderr.
-"""
+"""The command line. Exit codes are the help's, and 1 without typer or rich; a failure is one sentence on stderr."""
 
 from __future__ import annotations
 
 import json as json_module
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
-from rowprop.app.show import show_flops, show_plan, show_profile, show_verification
+from rowprop.app import terminal
 from rowprop.app.terminal import prints_on_stderr, say, show, ticking, unwritable, write_out
 from rowprop.errors import InvalidInput, RowpropError, is_ours, one_line, place_of
 
@@ -65,7 +61,6 @@ def _leaving(*, debug: bool) -> Generator[None]:
 
 
 def _sentence(error: BaseException) -> tuple[str, int]:
-    """The sentence of an error, and its exit code."""
     if isinstance(error, RowpropError):
         place = place_of(error)  # where the user's code called rowprop, if it did
         return (str(error) if place is None else f"{error} ({place})"), REFUSED
@@ -80,8 +75,8 @@ def _sentence(error: BaseException) -> tuple[str, int]:
 
 
 app = typer.Typer(
-    cls=Door, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-)  # fmt: skip
+    cls=Door, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
@@ -150,19 +145,17 @@ def compare(
     json: AsJson = False,
 ) -> None:  # fmt: skip
     """Train methods side by side on real data: a table, results.json and report.html."""
-    from rowprop.app.extras import COMPARE, require_all
+    from rowprop.app.lookup import COMPARE, require_all
 
     require_all(COMPARE | ({"sklearn.datasets": "scikit-learn"} if data == "digits" else {}), "rowprop compare")
     from rowprop.app.compare.folder import to_json
+    from rowprop.app.compare.results import show_comparison
     from rowprop.app.compare.run import compare as run_comparison
     from rowprop.app.compare.settings import Settings
-    from rowprop.app.compare.show import print_tables
 
+    chosen: list[Any] = [data, data_dir and str(data_dir), train_rows, model, methods, keep, epochs, seconds, batch, lr]
     with prints_on_stderr():
-        settings = Settings(
-            data, None if data_dir is None else str(data_dir), train_rows, model, methods, keep, epochs, seconds, batch,
-            lr, seeds, device, threads,
-        )  # fmt: skip
+        settings = Settings(*chosen, seeds=seeds, device=device, threads=threads)
         try:
             outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
         except KeyboardInterrupt:
@@ -172,7 +165,7 @@ def compare(
         if json:
             write_out(to_json(results) + "\n")
         else:
-            show(lambda console: print_tables(console, results))
+            show(show_comparison, results)
         say(f"{out / 'results.json'} and {out / 'report.html'} are written.")
     if outcome.interrupted:
         said = f"Stopped with {outcome.finished_runs} of {outcome.planned_runs} runs finished; they are kept in {out}. "
@@ -212,17 +205,12 @@ def _load(
     return load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype, **options)
 
 
-def _print(model: str, found: Any, draw: Callable[[Console, str, Any], None], json: bool, **given: Any) -> None:
+def _print(model: str, found: Any, draw: Callable[..., None], json: bool, **given: Any) -> None:
     """Print the findings: for people, or as one JSON object that also holds the model and the ``given`` values."""
     if json:
         write_out(json_module.dumps({"model": model} | given | found.to_dict(), allow_nan=False) + "\n")
     else:
-        show(lambda console: draw(console, model, found))
-
-
-def _say_written(files: Sequence[Path]) -> None:
-    for path in files:
-        say(f"{path} is written.")
+        show(draw, model, found)
 
 
 @_command
@@ -237,8 +225,8 @@ def verify(
     options: dict[str, Any] = {"batchnorm": batchnorm, "attention": attention, "unit": unit}
     with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype, tokens=unit == "token")
-        result = run_verification(*subject.parts, engine=engine, keep=keep, seed=seed, tick=tick, **options)
-    _print(model, result, show_verification, json)
+        result = run_verification(*subject, engine=engine, keep=keep, seed=seed, tick=tick, **options)
+    _print(model, result, terminal.show_verification, json)
     if not result.agrees:
         raise typer.Exit(DISAGREES)
 
@@ -249,7 +237,8 @@ def flops(
     device: Device = None, dtype: DType = None, out: Out = None, json: AsJson = False,
 ) -> None:  # fmt: skip
     """Count forward, backward to inputs, backward to weights and update, by module and by op."""
-    from rowprop.app.report import count_batches, open_folder, write_flops
+    from rowprop.app.model import output_as_losses
+    from rowprop.app.page import count_batches, open_folder, write_flops
     from rowprop.cost.count import count_step
 
     options: dict[str, Any] = {"keep": keep, "optimizer": optimizer}
@@ -257,14 +246,15 @@ def flops(
         if out is not None:
             open_folder(out)
         subject = _load(tick, model, input_shape, seed, device, dtype, needs_loss=False)
-        counted = count_step(*subject.parts, tick=tick, **options)
-    _print(model, counted, show_flops, json, keep=keep, has_loss=subject.has_loss)
-    if not subject.has_loss:
+        counted = count_step(*subject, tick=tick, **options)
+    has_loss = subject.losses_fn is not output_as_losses
+    _print(model, counted, terminal.show_flops, json, keep=keep, has_loss=has_loss)
+    if not has_loss:
         say("The batch has no target, so no loss is counted: the backward starts at the model's output.")
     if out is not None:
         with ticking() as tick:
-            by_rows = count_batches(*subject.parts, counted, tick=tick, **options)
-        _say_written(write_flops(out, model, counted, by_rows))
+            by_rows = count_batches(*subject, counted, tick=tick, **options)
+        write_flops(out, model, counted, by_rows)
 
 
 @_command
@@ -273,16 +263,16 @@ def profile(
     device: Device = None, dtype: DType = None, json: AsJson = False,
 ) -> None:  # fmt: skip
     """Find slow ops: times by op and by module, and findings where an op is slower than it should be."""
-    from rowprop.app.report import environment_of
+    from rowprop.app.page import environment_of
     from rowprop.cost.profile import profile as run_profile
 
     with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype)
-        found = run_profile(*subject.parts, rounds=rounds, trace=trace, tick=tick)
+        found = run_profile(*subject, rounds=rounds, trace=trace, tick=tick)
     if trace is not None:
-        _say_written([trace])
+        say(f"{trace} is written.")
     where = environment_of(subject.model, subject.batch, found.num_rows)
-    _print(model, found, show_profile, json, environment=where)
+    _print(model, found, terminal.show_profile, json, environment=where)
 
 
 @_command
@@ -292,13 +282,10 @@ def plan(
     seed: Seed = 0, device: Device = None, dtype: DType = None, out: Out = None, json: AsJson = False,
 ) -> None:  # fmt: skip
     """Measure what each engine costs on your own model, beside the limit, and say which one pays at which keep."""
-    from rowprop.app.report import environment_of, open_folder, write_plan
-    from rowprop.cost.planning import plan as make_plan
+    from rowprop.app.page import environment_of, open_folder, write_plan
+    from rowprop.cost.plan import plan as make_plan
 
-    options: dict[str, Any] = {
-        "optimizer": None if optimizer == "none" else optimizer, "batchnorm": batchnorm, "rounds": rounds,
-        "seconds": seconds,
-    }  # fmt: skip
+    options: dict[str, Any] = {"optimizer": None if optimizer == "none" else optimizer, "batchnorm": batchnorm}
     with ticking() as tick:
         if out is not None:
             open_folder(out)
@@ -307,11 +294,11 @@ def plan(
         except ValueError:
             raise InvalidInput(f"--keep is {keep!r} but fractions were needed, e.g. 0.1,0.25.") from None
         subject = _load(tick, model, input_shape, seed, device, dtype)
-        result = make_plan(*subject.parts, keep=keeps, tick=tick, **options)
+        result = make_plan(*subject, keep=keeps, rounds=rounds, seconds=seconds, tick=tick, **options)
     where = environment_of(subject.model, subject.batch, result.num_rows)
-    _print(model, result, show_plan, json, environment=where)
+    _print(model, result, terminal.show_plan, json, environment=where)
     if out is not None:
-        _say_written(write_plan(out, model, result, where))
+        write_plan(out, model, result, where)
 
 
 if __name__ == "__main__":

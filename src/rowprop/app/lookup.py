@@ -1,4 +1,4 @@
-"""Find what ``module:callable`` names, or refuse it in one sentence."""
+"""Import what a user names, or an optional package, or refuse it in one sentence; torch only names its releases."""
 
 from __future__ import annotations
 
@@ -11,15 +11,44 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rowprop.errors import InvalidInput, foreign
+from rowprop.errors import InvalidInput, MissingExtra, foreign, one_line
+
+PAGE = {"matplotlib.figure": "matplotlib", "jinja2": "jinja2"}  # modules that a page needs, and their packages
+COMPARE = PAGE | {"PIL.Image": "pillow"}
+
+
+def require(module: str, package: str, purpose: str, line: str | None = None) -> Any:
+    """Import an optional module, or raise MissingExtra with pip's ``line`` for it, by default the package alone."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a build for another version may raise any error
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            run = line or f"pip install {_release(package)}"
+            raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: {run}.") from error
+        does_not = f"is installed but does not import: {one_line(error)}"
+        remedy = f"To install a release that fits, run: pip install -U {_release(package)}."
+        raise MissingExtra(f"{purpose} needs {package}, which {does_not}. {remedy}") from error
+
+
+def require_all(modules: dict[str, str], purpose: str) -> None:
+    """Refuse work that would lack one of these modules at its end; as :func:`require`."""
+    for module, package in modules.items():
+        require(module, package, purpose, f"pip install {' '.join(modules.values())}")
+
+
+def _release(package: str) -> str:
+    """The package as pip takes it; torchvision's releases each need one torch: 0.26 needs 2.11, 0.27 needs 2.12, ..."""
+    if package != "torchvision":
+        return package
+    import torch
+
+    return f"'torchvision==0.{int(torch.__version__.split('.')[1]) + 15}.*'"
 
 
 def load_object(spec: str, what: str) -> Any:
     """The callable that ``module:name`` or ``path/to/file.py:name`` names; the working directory is importable.
 
-    Raises:
-        InvalidInput: The text, ``what`` in the sentence, has another form; the module does not import, or ends the
-            process meanwhile; or it has no such callable.
+    Refused are another form of the text, ``what`` in the sentence, and a module that does not import or has none such.
     """
     home, colon, path = spec.rpartition(":")
     if not (colon and home and path):

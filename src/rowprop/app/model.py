@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rowprop.app.extras import require
-from rowprop.app.lookup import importable, load_object
+from rowprop.app.lookup import importable, load_object, require
 from rowprop.batch import map_tensors
 from rowprop.checks import checked_device, takes
 from rowprop.errors import InvalidInput, foreign
 from rowprop.scoring import LossesFn, logits_of, score_without_graph
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model with a batch of N rows and their losses; without a loss, ``losses_fn`` returns the model's output."""
+class Subject(NamedTuple):
+    """A model with a batch of N rows and their losses, :func:`output_as_losses` where there are none."""
 
     model: nn.Module
     batch: Any
     losses_fn: LossesFn
-    has_loss: bool = True
-
-    @property
-    def parts(self) -> tuple[nn.Module, Any, LossesFn]:
-        """The three that every measurement takes first."""
-        return self.model, self.batch, self.losses_fn
 
 
 def load_model(
@@ -47,8 +38,7 @@ def load_model(
     """Build the model that ``spec`` names, with its batch and its losses.
 
     Args:
-        spec: ``module:callable`` or ``path/to/file.py:callable`` (the working directory is importable), called without
-            arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``; or ``torchvision/NAME``.
+        spec: As for :func:`make_model`.
         input_shape: Shape of a random batch where ``spec`` brings none, e.g. ``"64x3x32x32"``: standard normal inputs,
             and a target per row that fits the model's output.
         seed: Of torch's random state, before the model is built and again before the batch is made. Default 0.
@@ -61,10 +51,16 @@ def load_model(
         InvalidInput: The spec names nothing, its callable fails or returns something else, or an option does not fit.
         MissingExtra: torchvision is not installed.
     """
-    kind = _dtype(dtype)
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise InvalidInput(f"dtype {dtype!r} is unknown; use float32, float64, bfloat16 or float16.")
     if device is not None:
         checked_device("load_model", device)
-    shape = None if input_shape is None else _shape(input_shape)
+    sizes = () if input_shape is None else input_shape.split("x")
+    shape = [int(size) if size.isdecimal() else 0 for size in sizes]
+    if 0 in shape:
+        needed = "64x3x32x32: sizes of 1 or more, the rows first."
+        raise InvalidInput(f"input shape {input_shape!r} is not of the form {needed}")
     torch.manual_seed(seed)
     model, batch, losses_fn = make_model(spec)
     model = model.to(device=device, dtype=kind)
@@ -76,12 +72,12 @@ def load_model(
     else:
         batch = map_tensors(lambda t: t.to(device, kind if t.is_floating_point() else None), batch)
     if losses_fn is None and not needs_loss and _is_input_alone(model, batch):
-        return Subject(model, batch, output_as_losses, has_loss=False)
+        return Subject(model, batch, output_as_losses)
     return Subject(model, batch, losses_fn or (default_token_losses if tokens else default_losses))
 
 
 def default_losses(model: nn.Module, batch: Any) -> Tensor:
-    """The losses of a batch ``(*inputs, target)``, shape ``(N,)``: the means of :func:`default_token_losses`."""
+    """The mean of each row's :func:`default_token_losses`, shape ``(N,)``."""
     return _mean_of_places(default_token_losses(model, batch))
 
 
@@ -89,16 +85,14 @@ def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
     """The losses of a batch ``(*inputs, target)``, shape ``(N,)`` or ``(N, ...)``.
 
     A target of whole numbers is taken as classes: cross entropy of an output ``(N, C)`` or ``(N, C, ...)``, found by
-    :func:`rowprop.scoring.logits_of`. A floating target of the output's shape gives the squared difference.
-
-    Raises:
-        InvalidInput: The batch or the output fits neither.
+    :func:`rowprop.scoring.logits_of`. A floating target of the output's shape gives the squared difference. What fits
+    neither is refused.
     """
+    remedy = "return (model, batch, losses_fn) to bring your own losses."
     if not isinstance(batch, (tuple, list)) or len(cast("list[Any]", batch)) < 2:
         kind = type(cast(object, batch)).__name__
         raise InvalidInput(
-            f"The batch is a {kind} but a tuple (*inputs, target) was needed for the default losses; "
-            "return (model, batch, losses_fn) to bring your own losses."
+            f"The batch is a {kind} but a tuple (*inputs, target) was needed for the default losses; {remedy}"
         )
     *inputs, target = cast("list[Tensor]", batch)
     output = logits_of(model(*inputs))
@@ -109,15 +103,16 @@ def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
     raise InvalidInput(
         f"The model's output has shape {tuple(output.shape)} and the target shape {tuple(target.shape)} and dtype "
         f"{target.dtype}, but classes (N, ...) for an output (N, C, ...), or a floating target of the output's shape "
-        "was needed; return (model, batch, losses_fn) to bring your own losses."
+        f"was needed; {remedy}"
     )
 
 
 def output_as_losses(model: nn.Module, batch: Any) -> Tensor:
     """The mean of each row's output; the model is called with a mapping's entries by name, a tuple's in order."""
     if isinstance(batch, Mapping):
-        return _mean_of_places(logits_of(model(**cast("Mapping[str, Any]", batch))))
-    output = model(*cast("list[Any]", batch)) if isinstance(batch, (tuple, list)) else model(batch)
+        output = model(**cast("Mapping[str, Any]", batch))
+    else:
+        output = model(*cast("list[Any]", batch)) if isinstance(batch, (tuple, list)) else model(batch)
     return _mean_of_places(logits_of(output))
 
 
@@ -127,17 +122,16 @@ def _mean_of_places(values: Tensor) -> Tensor:
 
 def _is_input_alone(model: nn.Module, batch: object) -> bool:
     """Whether a batch has no target; a tuple has none if the model needs its last entry."""
-    if not isinstance(batch, (tuple, list)):
-        return True
-    entries = cast("list[object]", batch)
-    return len(entries) == 1 or (not takes(model.forward, len(entries) - 1) and takes(model.forward, len(entries)))
+    entries = len(cast("list[object]", batch)) if isinstance(batch, (tuple, list)) else 1
+    return entries == 1 or (not takes(model.forward, entries - 1) and takes(model.forward, entries))
 
 
 def make_model(spec: str) -> tuple[nn.Module, Any, LossesFn | None]:
-    """Build what ``module:callable`` or ``torchvision/NAME`` names: a model, its batch and losses, or None for these.
+    """Build what ``spec`` names: a model, its batch and losses, or None for these.
 
-    Raises:
-        InvalidInput: The spec names nothing, or its callable fails or returns something else.
+    It is ``torchvision/NAME``, or ``module:callable`` or ``path/to/file.py:callable`` (the working directory is
+    importable), called without arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``. Else
+    it is refused.
     """
     library, _, name = spec.partition("/")
     if library == "torchvision" and ":" not in spec:
@@ -152,45 +146,23 @@ def make_model(spec: str) -> tuple[nn.Module, Any, LossesFn | None]:
     parts: list[Any] = list(cast("tuple[Any, ...]", made)) if isinstance(made, tuple) else [made]
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
         kinds = ", ".join(type(part).__name__ for part in parts)
-        raise InvalidInput(
-            f"model {spec!r} returned ({kinds}), but a torch.nn.Module, (model, batch) or (model, batch, losses_fn) "
-            "was needed."
-        )
+        needed = "a torch.nn.Module, (model, batch) or (model, batch, losses_fn) was needed."
+        raise InvalidInput(f"model {spec!r} returned ({kinds}), but {needed}")
     parts += [None] * (3 - len(parts))
     return parts[0], parts[1], parts[2]
 
 
-def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    if shape is None:
-        raise InvalidInput(
-            f"model {spec!r} comes without a batch; return (model, batch) or give the shape of a random one, e.g. "
-            "--input-shape 64x3x32x32."
-        )
+def _random_batch(spec: str, model: nn.Module, shape: list[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    if not shape:
+        remedy = "return (model, batch) or give the shape of a random one, e.g. --input-shape 64x3x32x32."
+        raise InvalidInput(f"model {spec!r} comes without a batch; {remedy}")
     with foreign(f"a random batch of shape {tuple(shape)} could not be made"):
         inputs = like.new_empty(shape).normal_()
     with foreign(f"model {spec!r} failed on a random batch of shape {tuple(shape)}"):
         output = logits_of(score_without_graph(lambda model, batch: model(batch), model, inputs))
     if output.ndim == 0 or output.shape[0] != shape[0]:
-        raise InvalidInput(
-            f"model {spec!r} returned shape {tuple(output.shape)} for {shape[0]} rows, but one entry per row was "
-            "needed."
-        )
+        returned = f"shape {tuple(output.shape)} for {shape[0]} rows"
+        raise InvalidInput(f"model {spec!r} returned {returned}, but one entry per row was needed.")
     if output.ndim == 2 and output.shape[1] > 1:
         return inputs, torch.randint(output.shape[1], (shape[0],), device=output.device)
     return inputs, torch.randn_like(output)
-
-
-def _shape(text: str) -> list[int]:
-    sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
-    if 0 in sizes:
-        raise InvalidInput(f"input shape {text!r} is not of the form 64x3x32x32: sizes of 1 or more, the rows first.")
-    return sizes
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    found = getattr(torch, name, None)
-    if not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise InvalidInput(f"dtype {name!r} is unknown; use float32, float64, bfloat16 or float16.")
-    return found

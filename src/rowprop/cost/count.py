@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +16,16 @@ from torch.utils._pytree import tree_leaves
 from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_choice, check_losses_fn, check_tick
-from rowprop.cost.flops import Counter
-from rowprop.cost.formulas import formula_of
+from rowprop.cost.flops import counting
 from rowprop.cost.measure import Tick, ignored
 from rowprop.cost.where import Modules, check_graph, current_node, next_number
 from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, losses_of
-from rowprop.selection.common import check_fraction, count_kept
+from rowprop.selection.selectors import check_fraction, count_kept
 from rowprop.state import backward_undone
 
 Part = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]
-PARTS: tuple[Part, ...] = ("forward", "backward_input", "backward_weight", "backward_recomputed")
+PARTS: tuple[Part, ...] = get_args(Part)
 ByOp = dict[str, dict[str, int]]
 """FLOPs by part and op; a part or an op without any is left out."""
 UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
@@ -38,8 +36,8 @@ UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
 class ModuleFlops:
     """The FLOPs of one module itself, without the modules inside it.
 
-    ``module`` is its path; the root goes by its class, and the ops outside of all modules go by ``losses_fn``. ``kind``
-    is its class, empty for ``losses_fn``. The figures are those of :class:`StepFlops`.
+    ``module`` is its path (the root's: its class), ``kind`` its class; ops outside of all modules go by ``losses_fn``.
+    The figures are those of :class:`StepFlops`.
     """
 
     module: str
@@ -58,16 +56,15 @@ class StepFlops:
     Attributes:
         num_rows: N.
         num_kept: K, the rows that the backward paid for.
-        forward_flops: FLOPs of the forward, all N rows.
-        backward_input_flops: FLOPs of the backward to the activations: the chain from the losses to the batch.
-        backward_weight_flops: FLOPs of the backward to parameters, and to tensors computed from parameters alone.
-        backward_recomputed_flops: FLOPs of forwards that run again inside the backward (checkpoints).
-        update_flops: FLOPs of the optimizer's update, from its formula.
-        optimizer: The optimizer of that update.
+        forward_flops: Of all N rows.
+        backward_input_flops: Of the backward to the activations: the chain from the losses to the batch.
+        backward_weight_flops: Of the backward to parameters, and to tensors computed from parameters alone.
+        backward_recomputed_flops: Of forwards that run again inside the backward (checkpoints).
+        update_flops: Of the update of ``optimizer``, from its formula.
         num_parameters: How many numbers got a gradient, and so an update.
         uncounted: Ops without a known formula, with the number of calls; they are in no number of FLOPs.
-        by_op: The FLOPs by part and op.
-        modules: The FLOPs by module, in the order of ``model.named_modules()``; modules without any are left out.
+        by_op: By part and op.
+        modules: By module, in the order of ``model.named_modules()``; modules without any are left out.
     """
 
     num_rows: int
@@ -118,24 +115,22 @@ def count_step(
     """Run a training step, without the update, and count its FLOPs.
 
     An op of the backward counts for a weight if its result goes, without another product in between, to a parameter or
-    to a tensor that the forward computed from parameters and buffers alone. Every other op counts for an input.
+    to a tensor that the forward computed from parameters and buffers alone; else for an input.
 
     Args:
         model: An ``nn.Module``, also on the device ``meta``, where nothing is computed.
-        batch: The whole batch, N rows, as ``losses_fn`` takes it.
+        batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
-        keep: Count the backward of ``rowprop.pick`` of this fraction of the rows, in (0, 1]. Default None: count plain
-            training, the backward of ``losses.mean()``.
+        keep: Count the backward of ``rowprop.pick`` of this fraction of rows, in (0, 1]. Default None: of all rows.
         optimizer: ``"sgd"`` (default), ``"momentum"``, ``"adam"`` or ``"adamw"``.
         batchnorm: How a sliced backward treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         tick: Called before the forward and before the backward. Default None.
 
     Raises:
-        InvalidInput: An argument is out of its range, or the losses have no graph. Errors that ``losses_fn`` raises
-            pass through.
+        InvalidInput: An argument is out of its range, or the losses have no graph. Errors of ``losses_fn`` pass.
 
     Cost:
-        One step with Python at every op; all that a backward node computes is held until the node is done. Parameters,
+        One step with Python at every op; all that a backward node computes is held until it is done. Parameters,
         gradients, buffers and the random state are put back.
 
     Example:
@@ -151,8 +146,8 @@ def count_step(
     check_tick("count_step", tick)
     if keep is not None:
         check_fraction("count_step", "keep", keep)
-    tell, counter = tick or ignored, _StepCounter(model)
-    with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
+    tell, seen = tick or ignored, _StepCounter(model)
+    with backward_undone(model, batch), torch.enable_grad(), seen.hooks, seen.modules.tracked(), counting(seen.ran):
         tell("counting the forward", 0.0)
         losses = losses_of(losses_fn, model, batch, counted=any(p.is_meta for p in model.parameters()))
         tell("counting the backward", 1 / 3)  # the backward has about two ops for each op of the forward
@@ -164,40 +159,28 @@ def count_step(
             losses = pick(losses, rows.to(losses.device), batchnorm=batchnorm)
         cast(Any, losses.mean()).backward()
         num_parameters = sum(p.numel() for p in model.parameters() if p.grad is not None)
-    by_op: ByOp = {}
-    for part, ops in (item for found in counter.by_module.values() for item in found.items()):
-        for op, flops in ops.items():
-            _add(by_op, part, op, flops)
-    modules = [
-        ModuleFlops(module=path, kind=kind, **_by_part(counter.by_module[path]), by_op=counter.by_module[path])
-        for path, kind in counter.modules.kinds.items()
-        if path in counter.by_module
-    ]
+    kinds, found = seen.modules.kinds, seen.by_module
     return StepFlops(
-        num_rows=num_rows, num_kept=num_kept, **_by_part(by_op), update_flops=UPDATE_FLOPS[optimizer] * num_parameters,
-        optimizer=optimizer, num_parameters=num_parameters, uncounted=counter.uncounted, by_op=by_op, modules=modules,
+        num_rows=num_rows, num_kept=num_kept, num_parameters=num_parameters, optimizer=optimizer,
+        update_flops=UPDATE_FLOPS[optimizer] * num_parameters, uncounted=seen.uncounted, **_figures(seen.by_op),
+        modules=[ModuleFlops(path, kind, **_figures(found[path])) for path, kind in kinds.items() if path in found],
     )  # fmt: skip
 
 
-def _by_part(by_op: ByOp) -> dict[str, Any]:
-    return {f"{part}_flops": sum(by_op.get(part, {}).values()) for part in PARTS}
+def _figures(by_op: ByOp) -> dict[str, Any]:
+    return {f"{part}_flops": sum(by_op.get(part, {}).values()) for part in PARTS} | {"by_op": by_op}
 
 
-def _add(by_op: ByOp, part: str, op: str, flops: int) -> None:
-    ops = by_op.setdefault(part, {})
-    ops[op] = ops.get(op, 0) + flops
-
-
-class _StepCounter(Counter):
+class _StepCounter:
     """Adds up FLOPs by part, module and op.
 
-    In the forward it follows which tensors, and the backward nodes of which ops, come from parameters and buffers
-    alone; in the backward which op's result went into which of its node's gradients.
+    It follows which tensors, and the backward nodes of which ops, come from parameters and buffers alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self.modules = Modules(model)
+        self.hooks = ExitStack()
+        self.by_op: ByOp = {}
         self.by_module: dict[str, ByOp] = {}
         self.uncounted: dict[str, int] = {}
         self._leaves = set(model.parameters())
@@ -205,12 +188,6 @@ class _StepCounter(Counter):
         self._constant_nodes: set[int] = set()
         self._last_number = next_number()
         self._running: dict[Any, _Running] = {}
-        self._hooks = ExitStack()
-
-    def close(self) -> None:
-        """Release the graph."""
-        self._hooks.close()
-        self._running.clear()
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
         """Follow the op; note its FLOPs now, or in a backward node when the node is done."""
@@ -220,20 +197,20 @@ class _StepCounter(Counter):
         node = current_node()
         if node is None or torch.is_grad_enabled():
             self._follow_forward(func, inputs, out)
-            part: Part = "forward" if node is None else "backward_recomputed"
-            self._note(self.modules.current, part, name, sum(flops))
-        elif _leaf(node) is not None:
-            self._note(self.modules.of(node), "backward_input", name, sum(flops))
+            part = "forward" if node is None else "backward_recomputed"
+            self._add(self.modules.running[-1], part, name, sum(flops))
+        elif hasattr(node, "variable"):  # it adds up the gradient of this leaf
+            self._add(self.modules.of(node), "backward_input", name, sum(flops))
         else:
             if node not in self._running:
                 self._running[node] = _Running()
-                self._hooks.callback(node.register_hook(partial(self._finish, node)).remove)
-            product = formula_of(getattr(func, "_overloadpacket", func)) is not None
-            self._running[node].ran(name, flops, inputs, out, product=product)
+                self.hooks.callback(node.register_hook(partial(self._finish, node)).remove)
+            self._running[node].ran(name, flops, inputs, out)
 
-    def _note(self, module: str, part: Part, name: str, flops: int) -> None:
-        if flops:
-            _add(self.by_module.setdefault(module, {}), part, name, flops)
+    def _add(self, module: str, part: Part, op: str, flops: int) -> None:
+        for by_op in (self.by_op, self.by_module.setdefault(module, {})) if flops else ():
+            ops = by_op.setdefault(part, {})
+            ops[op] = ops.get(op, 0) + flops
 
     def _follow_forward(self, func: Any, inputs: Any, out: Any) -> None:
         read, made = _memories(inputs), _memories(out)
@@ -251,21 +228,21 @@ class _StepCounter(Counter):
                 self._constant_nodes.add(number - 1)
 
     def _finish(self, node: Any, grads: tuple[Tensor | None, ...], _: Any) -> None:
-        """Split a node's FLOPs into the weights' share and the inputs'; called when the node has run."""
-        to_weights: set[int] = set()
-        to_inputs: set[int] = set()
+        """Split the FLOPs of a node that has run into the weights' share and the inputs'."""
+        to_weights, to_inputs = set[int](), set[int]()
         for grad, (upstream, _) in zip(grads, node.next_functions, strict=False):
             if grad is not None and upstream is not None:
                 (to_weights if self._is_weight(upstream) else to_inputs).add(_memory(grad))
-        module = self.modules.of(node)
-        for name, flops, for_weights in self._running.pop(node).split(to_weights, to_inputs):
-            self._note(module, "backward_weight" if for_weights else "backward_input", name, flops)
+        module, running = self.modules.of(node), self._running.pop(node)
+        # An op is for weights whose result went to them alone, with no product in between.
+        for_weights = running.of(to_weights) - running.of(to_inputs) - running.read
+        for place, (name, flops) in enumerate(running.ops):
+            self._add(module, "backward_weight" if place in for_weights else "backward_input", name, flops)
 
     def _is_weight(self, node: Any) -> bool:
         """Whether a node's forward result is a parameter, or is computed from parameters and buffers alone."""
-        leaf = _leaf(node)
-        if leaf is not None:
-            return leaf in self._leaves
+        if hasattr(node, "variable"):
+            return node.variable in self._leaves
         if isinstance(node, BackwardCFunction):  # a custom function, whose first op may not read all of its inputs
             upstream = [u for u, _ in cast(Any, node).next_functions]
             return all(u is not None and self._is_weight(u) for u in upstream)
@@ -276,15 +253,15 @@ class _Running:
     """The ops that one backward node has run, and whose results went into which tensors."""
 
     def __init__(self) -> None:
-        self.ops: list[tuple[str, int]] = []
+        self.ops: list[tuple[str, int]] = []  # names and FLOPs
         self.read: set[int] = set()  # places of the ops whose results went into a product
         self.sources: dict[int, set[int]] = {}  # by a tensor's memory: places of the ops that it was computed by
         self.held: list[Any] = []  # keeps tensors alive, so that no other tensor gets their memory
 
-    def ran(self, name: str, flops: tuple[int, ...], inputs: Any, out: Any, *, product: bool) -> None:
+    def ran(self, name: str, flops: tuple[int, ...], inputs: Any, out: Any) -> None:
         """Note an op with its FLOPs: one number for each output, or one for all."""
-        before = self._of(_memories(inputs))
-        if product:
+        before = self.of(_memories(inputs))
+        if any(flops):
             self.read |= before
         self.held.append(out)
         for place, output in enumerate(list(out) if len(flops) > 1 else [out]):
@@ -295,18 +272,12 @@ class _Running:
             for memory in _memories(output):
                 self.sources[memory] = self.sources.get(memory, set()) | mine
 
-    def split(self, to_weights: set[int], to_inputs: set[int]) -> Generator[tuple[str, int, bool]]:
-        """Each op with its FLOPs, and whether they were for weights only, with no product after them."""
-        weights = self._of(to_weights) - self._of(to_inputs) - self.read
-        for place, (name, flops) in enumerate(self.ops):
-            yield name, flops, place in weights
-
-    def _of(self, memories: set[int]) -> set[int]:
+    def of(self, memories: set[int]) -> set[int]:
+        """Places of the ops that the tensors in these memories were computed by."""
         return set[int]().union(*(self.sources.get(memory, set()) for memory in memories))
 
 
 def _memories(tree: Any) -> set[int]:
-    """Of all tensors in it."""
     return {_memory(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 
@@ -319,8 +290,3 @@ def _memory(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
     except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper without memory of its own
         return id(tensor)
-
-
-def _leaf(node: Any) -> Any:
-    """The leaf tensor whose gradient the node accumulates; None for any other node."""
-    return getattr(node, "variable", None)

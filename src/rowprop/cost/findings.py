@@ -26,6 +26,7 @@ PARTS = 8  # a convolution that runs in so many parts is a loop over its groups
 TIMES_THE_RATIO = 2.5
 LEAST_EXCESS_S = 1e-3  # by which a backward takes longer than its FLOPs say
 
+# The kind of a kernel, by a part of its name; the first part that fits counts.
 SLOW_KERNELS = {
     "slow_conv_dilated": "a dilated convolution that neither oneDNN nor cuDNN runs (one row at a time)",
     "slow_conv_transpose": "a transposed convolution that neither oneDNN nor cuDNN runs (one row at a time)",
@@ -33,12 +34,10 @@ SLOW_KERNELS = {
     "thnn_conv2d": "a convolution that neither oneDNN nor cuDNN runs (it unfolds its input, row by row)",
     "scaled_dot_product_attention_math": "attention that is not fused (it keeps all scores)",
 }
-"""The kind of a kernel, by a part of its name. The first part that fits counts."""
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"}
 COPIES = {"copy_", "clone", "_to_copy", "contiguous"}
 CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution", "convolution_overrideable"}
-GRADIENTS = "parameters"
-"""Stands for a module's path where gradients are added up."""
+GRADIENTS = "parameters"  # stands for a module's path where gradients are added up
 
 
 @dataclass
@@ -51,57 +50,43 @@ class Calls:
 
 @dataclass
 class Op:
-    """One op of one module in one direction, per step; ``node`` is the backward node, empty in the forward.
-
-    ``ran`` has the device's time where there is an accelerator, else the CPU's; ``host_s`` is the host's. ``flops`` is
-    None where no formula is known; ``bytes`` are read or written, each operand once. ``casts`` counts calls by the
-    change of dtype, e.g. ``"float32 to float64"``, and ``inside`` the ops that ran inside, at any depth.
-    """
+    """One op of one module in one direction, per step."""
 
     direction: Direction
     module: str
-    node: str
+    node: str  # the backward node; empty in the forward
     op: str
-    ran: Calls = field(default_factory=Calls)
+    ran: Calls = field(default_factory=Calls)  # in the device's time where there is an accelerator, else the CPU's
     host_s: float = 0.0
-    flops: int | None = 0
-    bytes: int = 0
-    casts: dict[str, int] = field(default_factory=dict[str, int])
-    inside: dict[str, Calls] = field(default_factory=dict[str, Calls])
+    flops: int | None = 0  # None without a known formula
+    bytes: int = 0  # read or written, each operand once
+    casts: dict[str, int] = field(default_factory=dict[str, int])  # calls by the change, e.g. "float32 to float64"
+    inside: dict[str, Calls] = field(default_factory=dict[str, Calls])  # the ops that ran inside, at any depth
 
 
 @dataclass
 class Node:
-    """One kind of backward node of the module whose forward made it, per step.
-
-    ``function`` names the custom ``autograd.Function``, empty for torch's own nodes; its forward took ``forward_s``.
-    """
+    """One kind of backward node of the module whose forward made it, per step."""
 
     name: str
     module: str
     ran: Calls = field(default_factory=Calls)
-    function: str = ""
-    forward_s: float = 0.0
+    function: str = ""  # the custom ``autograd.Function``; empty for torch's own nodes
+    forward_s: float = 0.0  # what its forward took
 
 
 @dataclass(frozen=True)
 class Observed:
-    """The measurements of a step.
-
-    Forward and backward have the least of several times, because other work of a machine only adds time; under the
-    profiler the sum of the least times of their parts. ``ops`` without calls were only counted: they have FLOPs and
-    bytes but no time. ``flops_per_s`` and ``bytes_per_s`` are what the machine reaches in a large matrix product and in
-    a large copy, read and written.
-    """
+    """The measurements of a step: the least of several times, because other work of a machine only adds time."""
 
     forward_s: float
     backward_s: float
-    profiled_forward_s: float
+    profiled_forward_s: float  # the sum of the least times of its parts; so is the next
     profiled_backward_s: float
-    ops: list[Op]
+    ops: list[Op]  # those without calls were only counted: they have no time
     nodes: list[Node] = field(default_factory=list[Node])
-    flops_per_s: float = float("inf")
-    bytes_per_s: float = float("inf")
+    flops_per_s: float = float("inf")  # what the machine reaches in a large matrix product
+    bytes_per_s: float = float("inf")  # in a large copy, read and written
     accelerator: bool = False
 
     @property
@@ -121,19 +106,12 @@ class Observed:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that makes the step slower than it should be.
+    """Something that makes the step slower than it should be, at ``where``: an op or function, and its module."""
 
-    Attributes:
-        kind: A key of :data:`SENTENCES`.
-        where: The op or function, and the module.
-        share: Share of the step's time that it explains, up to 1. Shares of different findings may overlap.
-        figures: The names and numbers of its sentence.
-    """
-
-    kind: str
+    kind: str  # a key of SENTENCES
     where: str
-    share: float
-    figures: dict[str, Any]
+    share: float  # of the step's time that it explains, up to 1; shares of different findings may overlap
+    figures: dict[str, Any]  # the names and numbers of its sentence
 
     @property
     def evidence(self) -> str:
@@ -150,6 +128,7 @@ class Finding:
         return asdict(self) | {"evidence": self.evidence, "remedy": self.remedy}
 
 
+# By kind of finding: the evidence, after the share of the step, and the remedy.
 SENTENCES = {
     "custom_function": (
         "the backward takes {times:.0f} times its forward ({ms:.3g} ms against {forward_ms:.3g} ms), while two "
@@ -193,26 +172,18 @@ SENTENCES = {
         "See the other findings; without any, see the slowest ops of the backward in the table.",
     ),
 }
-"""By kind of finding: the evidence, after the share of the step, and the remedy."""
-
-Found = Iterator[tuple[Finding, list[Op]]]
-"""Findings, each with the ops that it explains."""
+Found = Iterator[tuple[Finding, list[Op]]]  # findings, each with the ops that it explains
 
 
 def diagnose(seen: Observed) -> list[Finding]:
-    """Find the causes that make a step slow.
+    """What makes a step slow, largest share of its time first; nothing for a healthy step.
 
-    Returns:
-        The causes, largest share of the step's time first; then the backward/forward ratio where it is off, because it
-        sums up the others. Empty for a healthy step.
+    The backward/forward ratio comes last, where it is off, because it sums up the others.
     """
-    causes: list[Finding] = []
-    explained: set[int] = set()
-    for check in (_custom_functions, _call_growth, _grouped, _slow_kernels, _casts, _copies, _waits):
-        for finding, ops in check(seen):
-            causes.append(finding)
-            explained |= {id(op) for op in ops}
-    causes += _slow_ops(seen, explained)
+    checks = (_custom_functions, _call_growth, _grouped, _slow_kernels, _casts, _copies, _waits)
+    found = [each for check in checks for each in check(seen)]
+    causes = [finding for finding, _ in found]
+    causes += _slow_ops(seen, explained={id(op) for _, ops in found for op in ops})
     return [*sorted(causes, key=lambda finding: -finding.share), *_ratio(seen)]
 
 
@@ -247,9 +218,9 @@ def _call_growth(seen: Observed) -> Found:
             figures = {
                 "op": name, "calls": calls, "node": node.name, "nodes": node.ran.calls, "forward_calls": in_forward,
             }  # fmt: skip
-            explained = [op for op in ops if name in {op.op, *op.inside}]
             where = f"{name} in the backward of {node.module}"
-            yield Finding("call_growth", where, time_s / seen.total_s, figures), explained
+            finding = Finding("call_growth", where, time_s / seen.total_s, figures)
+            yield finding, [op for op in ops if name in {op.op, *op.inside}]
 
 
 def _grouped(seen: Observed) -> Found:
@@ -308,9 +279,8 @@ def _copies(seen: Observed) -> Found:
     share = sum(time_s for _, time_s in copying) / seen.total_s
     if copying and share >= COPIED_SHARE:
         worst = _worst(copying)
-        figures = {"calls": calls, "module": worst.module}
-        explained = [op for op, _ in copying if op.op in COPIES]
-        yield Finding("copies", f"{worst.op} in {worst.module}", share, figures), explained
+        finding = Finding("copies", f"{worst.op} in {worst.module}", share, {"calls": calls, "module": worst.module})
+        yield finding, [op for op, _ in copying if op.op in COPIES]
 
 
 def _waits(seen: Observed) -> Found:
@@ -354,7 +324,6 @@ def _ratio(seen: Observed) -> Iterator[Finding]:
 
 
 def _ops_of(seen: Observed, node: Node) -> list[Op]:
-    """The ops that a backward node ran."""
     return [op for op in seen.timed if op.module == node.module and op.node == node.name]
 
 

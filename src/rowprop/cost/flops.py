@@ -1,22 +1,29 @@
-"""Count the floating-point operations that really run. 1 multiply-add = 2 FLOPs."""
+"""Count the floating-point operations that really run. 1 multiply-add = 2 FLOPs.
+
+The formulas are torch's own (``torch.utils.flop_counter``); here are those that it lacks, counts too high, or changes.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from functools import cache, partial
+from math import prod
+from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry  # pyright: ignore[reportUnknownVariableType]
 
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.cost.formulas import formula_of, is_light
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+# Called after an op: with its name without ``aten``, its FLOPs, the op, its inputs and what it returned. The FLOPs are
+# one number for each output of an op that makes several gradients, else one for all; None where no formula is known.
+Ran = Callable[[str, tuple[int, ...] | None, Any, Any, Any], None]
 
 
 @dataclass
@@ -25,8 +32,8 @@ class Flops:
 
     Attributes:
         by_op: FLOPs of each op, by its name (``mm``, ``convolution_backward``).
-        uncounted: Ops that ran without a known formula, with the number of calls; **not** in the total. Light ops are
-            not listed: of a few FLOPs per element (elementwise, reductions, softmax, norms, pooling, losses, random
+        uncounted: Ops without a known formula, with the number of calls; **not** in the total. Light ops are not
+            listed: of a few FLOPs per element (elementwise, reductions, softmax, norms, pooling, losses, random
             numbers) or of none (views, copies, indexing, sorting).
     """
 
@@ -48,7 +55,7 @@ def count_flops() -> Generator[Flops, None, None]:
     two. A bias costs nothing. The :class:`Flops` that it yields is filled while the block runs.
 
     Cost:
-        Python runs at every op, so never time inside the block. A compiled model runs uncompiled inside the block.
+        Python runs at every op, so never time inside the block. A compiled model runs uncompiled there.
 
     Example:
         >>> import torch
@@ -58,41 +65,40 @@ def count_flops() -> Generator[Flops, None, None]:
         {'mm': 60}
     """
     flops = Flops()
-    with _Adder(flops):
+
+    def ran(name: str, counted: tuple[int, ...] | None, *_: Any) -> None:
+        if counted is None:
+            flops.uncounted[name] = flops.uncounted.get(name, 0) + 1
+        elif any(counted):
+            flops.by_op[name] = flops.by_op.get(name, 0) + sum(counted)
+
+    with counting(ran):
         yield flops
 
 
-class Counter(TorchDispatchMode):
-    """Calls :meth:`ran` after every op of the block, with its FLOPs; compiled models run uncompiled in the block."""
+@contextmanager
+def counting(ran: Ran) -> Generator[None]:
+    """Call ``ran`` after every op of the block; compiled models run uncompiled in the block."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    try:
+        # Under a mode Dynamo gives a frame up for good. One that it was told to leave alone runs compiled again later.
+        uncompiled = nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
+    except RuntimeError:  # this very code runs inside a compiled function, after a graph break
+        uncompiled = nullcontext()
+    with uncompiled, _Counter(ran):
+        yield
 
+
+class _Counter(TorchDispatchMode):
     supports_higher_order_operators = True  # an op that takes functions, as flex_attention, comes in one piece
 
-    def __init__(self) -> None:
+    def __init__(self, ran: Ran) -> None:
         super().__init__()
-        self._stances: list[Any] = []
-
-    def __enter__(self) -> Self:
-        """Begin to count."""
-        self._stances.append(_uncompiled())
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        """Stop counting."""
-        super().__exit__(*raised)
-        self._stances.pop().__exit__(*raised)
-
-    def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        """Take note of an op, named without ``aten``, that was given ``inputs`` and returned ``out``.
-
-        ``flops`` is one number for each output of an op that makes several gradients, else one for all outputs; None
-        where no formula is known.
-        """
-        raise NotImplementedError
+        self.ran = ran
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op and count it."""
         if RowGrad in types:
             return NotImplemented  # the sliced gradient's rule runs next, and the rule's own ops come back here
         kwargs = kwargs or {}
@@ -116,25 +122,181 @@ def _is_composite(func: Any) -> bool:
     return cast(Any, func).has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)  # pyright: ignore[reportPrivateUsage]
 
 
-def _uncompiled() -> Any:
-    """Have Dynamo run compiled functions uncompiled from now on, until the result's ``__exit__``.
+# From the op's arguments, and its result as ``out_val``, to its FLOPs, or those of each output if it makes gradients.
+Formula = Callable[..., "int | tuple[int, ...]"]
+_aten = torch.ops.aten
 
-    Under a mode Dynamo gives a frame up for good. A frame that it was told to leave alone runs compiled again later.
+
+def _convolution_backward(grad: Tensor, x: Tensor, w: Tensor, *rest: Any, **_: Any) -> tuple[int, ...]:
+    """The input's gradient and the weight's, if they are asked for; each costs as much as the forward.
+
+    Each entry of the weight meets each place of an image once: of the output, or of a transposed one's input.
     """
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    try:
-        return nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
-    except RuntimeError:  # this very code runs inside a compiled function, after a graph break
-        return nullcontext()
+    transposed, to_input, to_weight = rest[4], *rest[-1][:2]
+    once = 2 * x.shape[0] * prod((x if transposed else grad).shape[2:]) * w.numel()
+    return to_input * once, to_weight * once, 0
 
 
-class _Adder(Counter):
-    def __init__(self, flops: Flops) -> None:
-        super().__init__()
-        self.flops = flops
+def _attention(op: Any) -> Formula:
+    """Fused attention: each pair of a query and a key costs products of their width and of the values' width.
 
-    def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        if flops is None:
-            self.flops.uncounted[name] = self.flops.uncounted.get(name, 0) + 1
-        elif any(flops):
-            self.flops.by_op[name] = self.flops.by_op.get(name, 0) + sum(flops)
+    A causal kernel computes only the pairs that meet, packed sequences all of theirs; queries that share a key's head
+    count each. The kernels' own ops take (N, time, heads, width), or packed (all tokens, heads, width); the others
+    (N, heads, time, width). An op's schema tells the places of its arguments.
+    """
+    names = [argument.name for argument in op.default._schema.arguments]
+    mask = names.index("is_causal" if "is_causal" in names else "custom_mask_type")
+    query, value = names.index("query"), names.index("value")
+    lengths = [place for place, name in enumerate(names) if name in ("cum_seq_q", "cu_seqlens_q")]
+    packs = not op.__name__.startswith("_scaled")
+    time, heads = (-3, -2) if packs else (-2, -3)
+    backward = op.__name__.endswith("backward")
+
+    def count(*args: Any, **_: Any) -> int:
+        q, k, v = args[query : value + 1]
+        if packs and args[lengths[0]] is not None:
+            read: Any = cast(Any, flop_counter)._offsets_to_lengths  # the longest for each where they have no values
+            in_q, in_k = (read(args[at], args[at + 2]) for at in (lengths[0], lengths[0] + 1))
+            pairs = sum(t * s for t, s in zip(in_q, in_k, strict=True))
+        else:
+            t, s, kind = q.shape[time], k.shape[time], args[mask] if len(args) > mask else 0
+            # Query i of a causal kernel sees the keys up to i; the second kind of custom mask ends at the last key.
+            ahead = s - t if kind is not True and kind == 2 else 0
+            pairs = len(q) * (sum(max(0, min(s, i + 1 + ahead)) for i in range(t)) if kind else t * s)
+        return q.shape[heads] * pairs * _flops_of_a_pair(q, v, backward=backward)
+
+    return count
+
+
+def _flops_of_a_pair(q: Tensor, v: Tensor, *, backward: bool) -> int:
+    """A query and a key: a product of their width, one of the values'; 3 and 2 in a backward, with the scores anew."""
+    of_keys, of_values = (3, 2) if backward else (1, 1)
+    return 2 * (of_keys * q.shape[-1] + of_values * v.shape[-1])
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, *_: Any, backward: bool, **__: Any) -> int:
+    return prod(q.shape[:3]) * k.shape[2] * _flops_of_a_pair(q, v, backward=backward)
+
+
+def _recurrent(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    """Every matrix meets every step of every row once; ``weights`` holds matrices and biases."""
+    return 2 * prod(x.shape[:-1]) * sum(w.numel() for w in weights if w.ndim == 2)
+
+
+def _mkldnn_rnn(x: Tensor, w0: Tensor, w1: Tensor, *_: Any, **__: Any) -> int:
+    return _recurrent(x, (w0, w1))
+
+
+def _mkldnn_rnn_backward(x: Tensor, w0: Tensor, w1: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
+    """The gradients of the inputs and states, of the input's weights, of the state's weights."""
+    return _recurrent(x, (w0, w1)), _recurrent(x, (w0,)), _recurrent(x, (w1,)), 0, 0, 0, 0
+
+
+def _cudnn_rnn_backward(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> tuple[int, ...]:
+    once = _recurrent(x, weights)
+    return once, 0, 0, once
+
+
+def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Rows in groups, each group with a matrix of its own: every row meets one matrix."""
+    return 2 * (a.shape[1] * b.numel() if a.ndim == 3 and b.ndim == 2 else a.numel() * b.shape[-1])
+
+
+def _trilinear(a: Tensor, b: Tensor, c: Tensor, *rest: Any, **_: Any) -> int:
+    """One product and one multiply-add at each point of the space that the three are expanded to."""
+    shapes: list[list[int]] = []
+    for tensor, expand in zip((a, b, c), rest[:3], strict=True):
+        shape = list(tensor.shape)
+        for dim in sorted(expand):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    return 3 * prod(torch.broadcast_shapes(*shapes))
+
+
+def _product(*args: Any, place: int = 0, columns: bool = False, **_: Any) -> int:
+    """Each entry of the operand at ``place`` meets one entry of the next operand, or all ``columns`` of it."""
+    return 2 * args[place].numel() * (args[place + 1].shape[-1] if columns else 1)
+
+
+_ATTENTION = [
+    *(getattr(_aten, f"_scaled_dot_product_{kind}_attention{part}")
+      for kind in ("flash", "efficient", "cudnn") for part in ("", "_backward")),
+    *(getattr(_aten, f"_{kind}_attention_{part}")
+      for kind in ("flash", "efficient") for part in ("forward", "backward")),
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+]  # fmt: skip
+
+# By op packet.
+FORMULAS: dict[Any, Formula] = {
+    **flop_registry,
+    _aten.convolution_backward: _convolution_backward,
+    **{op: _attention(op) for op in _ATTENTION},
+    _aten.mkldnn_rnn_layer: _mkldnn_rnn,
+    _aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_backward,
+    _aten._cudnn_rnn: _recurrent,
+    _aten._cudnn_rnn_backward: _cudnn_rnn_backward,
+    _aten.addmm_: flop_registry[_aten.addmm],
+    _aten.baddbmm_: flop_registry[_aten.baddbmm],
+    **dict.fromkeys((_aten.mv, _aten.dot, _aten.vdot), _product),
+    _aten.addmv: partial(_product, place=1),
+    **dict.fromkeys((_aten.addr, _aten.addbmm), partial(_product, place=1, columns=True)),
+    _aten._trilinear: _trilinear,
+    _aten._grouped_mm: _grouped,
+    torch.ops.higher_order.flex_attention: partial(_flex, backward=False),
+    torch.ops.higher_order.flex_attention_backward: partial(_flex, backward=True),
+}
+
+
+def formula_of(packet: Any) -> Formula | None:
+    """The formula of an op; None if there is none. Modules of torch add theirs when they are imported."""
+    return FORMULAS.get(packet) or flop_registry.get(packet)
+
+
+@cache
+def is_light(func: Any) -> bool:
+    """Whether an op without a formula runs at most a few FLOPs per element that it reads or writes."""
+    if not isinstance(func, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        return False
+    if func.namespace not in ("aten", "prims"):
+        return func.namespace in ("c10d", "_c10d_functional", "profiler", "prim", "rngprims")
+    if is_view_or_maker(func) or not LIGHT_TAGS.isdisjoint(func.tags):
+        return True
+    name = str(cast(Any, func)._schema.name).partition("::")[2].strip("_")
+    for suffix in ("_data", "_backward", "_forward"):
+        name = name.removesuffix(suffix)
+    return name in LIGHT or name.startswith(LIGHT_FAMILIES)
+
+
+def is_view_or_maker(func: Any) -> bool:
+    """Whether the op shows a tensor differently, or reads no tensor."""
+    return is_view(func) or not any("Tensor" in str(a.type) for a in func._schema.arguments)
+
+
+def is_view(func: Any) -> bool:
+    """Whether the op shows a tensor differently, as a new tensor or in place."""
+    return getattr(func, "is_view", False) or torch.Tag.inplace_view in getattr(func, "tags", ())
+
+
+LIGHT_TAGS = {torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy}
+# Ops by name, without the underscores around it and without ``_data``, ``_backward`` and ``_forward`` at its end.
+LIGHT = frozenset(
+    """
+    aminmax as_strided_scatter bernoulli binary_cross_entropy bincount bucketize cat cauchy channel_shuffle clone col2im
+    constant_pad_nd copy count_nonzero diag_embed diagonal elu exponential fill flip floor_divide full_like
+    fused_dropout fused_rms_norm gather gelu geometric glu glu_jvp hardsigmoid hardswish hardtanh histc huber_loss
+    im2col index kthvalue leaky_relu local_scalar_dense logcumsumexp median mode mse_loss multi_margin_loss
+    multilabel_margin_loss multinomial nonzero norm normal one_hot ones_like pack_padded_sequence poisson prelu_kernel
+    prod put record_stream renorm resize roll rrelu_with_noise safe_softmax searchsorted set smooth_l1_loss sort stack
+    standard_gamma sum take to_copy topk trace tril triu unfold uniform weight_norm_interface where zero zeros_like
+    """.split()
+)
+# The same, by the beginnings of their names.
+LIGHT_FAMILIES = tuple(
+    """
+    amp_ foreach_ fused_ada fused_sgd new_ empty rand unique reflection_pad replication_pad upsample_ max_pool avg_pool
+    adaptive_ fractional_max_pool max_unpool grid_sampler index_ scatter masked_ embedding nll_loss batch_norm_
+    cudnn_batch_norm cudnn_grid_sampler cum log_ nan native_batch_norm native_dropout native_group_norm
+    native_layer_norm pad pixel_ repeat select slice diagonal_ soft std_ var_ thnn_fused_ unsafe_
+    """.split()
+)

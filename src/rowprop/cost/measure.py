@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -16,12 +17,9 @@ from torch.profiler import ProfilerActivity
 from rowprop.errors import InvalidInput
 from rowprop.host import HOST, between_s, drained_s, mark
 
-Done = Callable[[str], None]
-"""Called with a phase's name at its end; a phase begins where the one before it ended."""
-Routine = Callable[[Done], object]
-"""The code that is measured: a call runs it once and says where each phase ends."""
-Tick = Callable[[str, float], None]
-"""Called while work goes on, with one short line on the work at hand and the fraction of all work done, in [0, 1]."""
+Done = Callable[[str], None]  # called with a phase's name at its end; a phase begins where the one before it ended
+Routine = Callable[[Done], object]  # the code that is measured: a call runs it once and says where each phase ends
+Tick = Callable[[str, float], None]  # called with a line on the work at hand and the fraction of all work, in [0, 1]
 Name = TypeVar("Name")
 QUIET, MUTE = "KINETO_LOG_LEVEL", "99"  # silences the profiler: a level above that of each of its messages
 
@@ -31,11 +29,10 @@ def ignored(*_: object) -> None:
 
 
 class Clock:
-    """Seconds of each phase of one run.
+    """Seconds of each phase of one run, from when it is made, once all queued work has run.
 
     A phase is charged with all the work that it queued, also where the device runs it after the call has returned. The
-    marks are one accelerator's own events, for which nothing waits; with several, each mark waits until the queues are
-    empty. On the CPU they are the wall clock. The clock starts when it is made, once all queued work has run.
+    marks are one accelerator's own events, for which nothing waits; else the wall clock, once all queues are empty.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -87,12 +84,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """Repeated runs of one routine.
+    """Repeated runs of one routine: by round its seconds by phase, and its peak of memory.
 
-    Attributes:
-        rounds: Seconds by phase, one entry per round, in the same order for all that were measured together.
-        peak_bytes: The most memory that one run held at once beyond the memory held before it: the accelerators', else
-            the CPU's, by torch's allocator, past which oneDNN takes more.
+    ``peak_bytes`` is the most that one run held at once beyond the memory held before it: the accelerators', else the
+    CPU's, by torch's allocator, past which oneDNN takes more.
     """
 
     rounds: tuple[dict[str, float], ...]
@@ -104,11 +99,11 @@ class Timing:
         return tuple(self.rounds[0])
 
     def each_s(self, *phases: str) -> list[float]:
-        """Seconds of these phases together (default: of all), for each round."""
+        """Seconds of these phases (default: of all) together, for each round."""
         return [sum(s for phase, s in spans.items() if not phases or phase in phases) for spans in self.rounds]
 
     def spread(self, *phases: str) -> Spread:
-        """Median and quartiles of these phases together (default: of all)."""
+        """Median and quartiles of :meth:`each_s`."""
         return Spread.of(self.each_s(*phases))
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,27 +124,15 @@ def measure(
     tick: Tick | None = None,
     clock: Callable[[Iterable[torch.device]], Clock] = Clock,
 ) -> dict[Name, Timing]:
-    """Measure several routines side by side.
+    """Measure several routines side by side; the timings come in their order.
 
     In each round every routine runs once, in an order that turns from round to round, so that other work on the machine
-    disturbs all of them alike.
-
-    Args:
-        routines: The routines by name.
-        devices: The devices that the work runs on.
-        rounds: How many rounds are measured, 1 or more. Default 20.
-        warmup: How many rounds run before, 0 or more; in them kernels are chosen and memory is taken. Default 3.
-        limit_s: Begin no round that would end later than so many seconds from now. Default None: begin all of them.
-        least: How many rounds are measured even beyond the limit. Default 5.
-        tick: Called before each run.
-        clock: Makes the clock of one run.
-
-    Returns:
-        A timing for each routine, in the order of ``routines``.
+    disturbs all of them alike. ``warmup`` rounds (0 or more) run before those that are measured, to choose kernels and
+    take memory. Beyond ``least`` rounds none begins that would end later than ``limit_s`` seconds from now (None: no
+    limit). ``devices`` are those of the work; ``tick`` is called before each run; ``clock`` makes a run's clock.
 
     Cost:
-        ``warmup + 1 + rounds`` runs of each routine. The run after the warm-up measures the memory; on the CPU it runs
-        under torch's profiler.
+        ``warmup + 1 + rounds`` runs of each routine; one measures the memory, on the CPU under torch's profiler.
 
     Example:
         >>> x = torch.ones(64, 64)
@@ -164,15 +147,11 @@ def measure(
         )
     devices, names = list(devices), list(routines)
     taken: dict[Name, list[dict[str, float]]] = {name: [] for name in names}
-    begun_s = time.perf_counter()
-    run = 0
+    begun_s, runs = time.perf_counter(), itertools.count()
 
     def tell(line: str) -> None:
-        nonlocal run
-        if tick is not None:
-            passed = 0.0 if not limit_s else (time.perf_counter() - begun_s) / limit_s
-            tick(line, min(1.0, max(passed, run / (len(names) * (warmup + 1 + rounds)))))
-        run += 1
+        passed = (time.perf_counter() - begun_s) / limit_s if limit_s else 0.0
+        (tick or ignored)(line, min(1.0, max(passed, next(runs) / (len(names) * (warmup + 1 + rounds)))))
 
     def one_round(number: int, line: str) -> None:
         turn = number % len(names)
@@ -180,9 +159,7 @@ def measure(
             tell(line)
             running = clock(devices)
             routines[name](running.done)
-            phases_s = running.phases_s()
-            if number >= warmup:
-                taken[name].append(phases_s)
+            taken[name].append(running.phases_s())
 
     for number in range(warmup):
         one_round(number, "warming up")
@@ -197,7 +174,7 @@ def measure(
             break
         one_round(warmup + number, f"round {number + 1} of at most {rounds}")
         longest_s = max(longest_s, time.perf_counter() - round_begun_s)
-    return {name: Timing(tuple(taken[name]), peaks[name]) for name in names}
+    return {name: Timing(tuple(taken[name][warmup:]), peaks[name]) for name in names}
 
 
 def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int:
@@ -223,7 +200,7 @@ def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int:
 def profiled(activities: Iterable[ProfilerActivity], *, memory: bool = False) -> Generator[torch.profiler.profile]:
     """Run torch's profiler in the block, without its messages on stderr; ``memory`` has it record allocations too.
 
-    It reads its log level from the environment at its first start in a process. A level that the user has set stays.
+    It reads its log level from the environment at its first start in a process; one that the user has set stays.
     """
     users = QUIET in os.environ
     os.environ.setdefault(QUIET, MUTE)

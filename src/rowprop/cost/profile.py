@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import gzip
+import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
+from torch.utils._pytree import tree_leaves
 
-from rowprop.checks import check_tick, check_trainable, check_whole, shown
-from rowprop.cost.findings import Finding, Observed, Op, diagnose, grouped
+from rowprop.checks import check_tick, check_trainable, check_whole, wrong
+from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Finding, Node, Observed, Op, diagnose, grouped
+from rowprop.cost.flops import counting, is_view
 from rowprop.cost.measure import Tick, Timing, accelerators, ignored, measure, profiled
 from rowprop.cost.timing import Variant, measure_step
-from rowprop.cost.trace import MARK, Ledger, Trace, module_marks
-from rowprop.cost.where import Modules, graph
+from rowprop.cost.where import OUTSIDE, Modules, around_forwards, current_node, graph
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
 from rowprop.scoring import LossesFn, losses_of
 from rowprop.state import devices_of, leaves_of, step_undone
 
+__all__ = ["Profile", "Tally", "profile"]
+
 STEPS = 8  # under the profiler; each op counts with the step in which it took least
 LIMIT_S = 60.0  # for the steps without the profiler, once 5 are measured
+MARK = "rowprop::"
+MODULE = MARK + "module::"
+ENGINE = "autograd::engine::evaluate_function: "
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}  # to the profiler's name of an op from the counter's
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,11 @@ class Tally:
     Attributes:
         name: The op without ``aten::``, or the module's path. ``"losses_fn"`` stands for ops outside of any module,
             ``"parameters"`` for the adding up of gradients.
-        forward_s: Seconds, of the device where there is an accelerator, else of the CPU; so are ``backward_s``.
+        forward_s: Seconds, as all of the device where there is an accelerator, else of the CPU.
         share: Share of the step's time.
-        forward_calls: For a module, the calls of all ops in it; so are ``backward_calls``.
-        flops_per_s: FLOPs reached per second, forward and backward together.
-        bytes: Bytes read and written, each operand of each call once.
+        forward_calls: For a module, as all calls, those of all ops in it.
+        flops_per_s: Reached in forward and backward together.
+        bytes: Read and written, each operand of each call once.
         kind: A module's class; empty for an op.
     """
 
@@ -73,14 +84,11 @@ class Profile:
         findings: Why the step is slow, worst first; empty for a healthy step.
         ops: Every op, slowest first.
         modules: Every module without its children, slowest first.
-        outside_share: Share of the step's time spent in no op: Python and autograd's own work, on the CPU.
+        outside_share: Share of the step's time in no op: Python and autograd's own work, on the CPU.
         timing: Phases ``"forward"`` and ``"backward"`` without the profiler, and the peak memory.
-        forward_flops: Counted FLOPs of the forward.
-        backward_flops: Counted FLOPs of the backward.
-        uncounted: Ops without a formula and their number of calls. Neither number of FLOPs includes them.
-        flops_per_s: FLOPs per second that the machine reaches in a large matrix product.
-        bytes_per_s: Bytes per second that it reaches in a large copy, read and written.
-        device: The model's device.
+        uncounted: Ops without a formula and their number of calls, which are in neither number of FLOPs.
+        flops_per_s: What the machine reaches in a large matrix product.
+        bytes_per_s: What it reaches in a large copy, read and written.
     """
 
     num_rows: int
@@ -125,21 +133,20 @@ def profile(
 ) -> Profile:
     """Find where the time of a plain training step goes, forward and backward, and why it is slow.
 
-    torch's profiler gives the time. FLOPs and bytes are counted from the ops that really run. The ratio of backward to
-    forward is measured while neither runs. ``docs/profile.md`` says when something is a finding, and why.
+    torch's profiler gives the time, a count of the ops that really run FLOPs and bytes; the ratio of backward to
+    forward is measured without either. ``docs/profile.md`` says when something is a finding, and why.
 
     Args:
         model: The model, profiled in the modes it is in.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
         rounds: Steps measured without the profiler; after 5 for a minute at most. Default 10.
-        trace: Where to write a Chrome trace (``chrome://tracing``, https://ui.perfetto.dev), ``.json`` or ``.json.gz``.
-            Default None: nowhere.
+        trace: Where to write a Chrome trace (for https://ui.perfetto.dev), ``.json`` or ``.json.gz``. Default None.
         tick: Called now and then with a line on the work at hand and the fraction of all work done. Default None.
 
     Raises:
         InvalidInput: An argument is out of its range, the losses have no graph, or ``trace`` cannot be written. Errors
-            of ``losses_fn`` are passed on.
+            of ``losses_fn`` pass.
 
     Cost:
         ``rounds + 13`` steps and a forward; the profiler and the count slow some of them. Parameters, buffers,
@@ -157,7 +164,7 @@ def profile(
     check_tick("profile", tick)
     if trace is not None:
         if not isinstance(cast(object, trace), Path):
-            raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
+            raise wrong("profile", "trace", trace, "a Path was needed.", kind=True)
         check_writable(trace)
     tell = tick or ignored
     tell("warming up", 0.0)
@@ -196,7 +203,8 @@ def _traced(model: nn.Module, batch: Any, losses_fn: LossesFn, accelerator: bool
     modules, leaves = Modules(model), leaves_of(model, batch)
     traced = Trace(modules, {}, accelerator)
     with modules.tracked():
-        with module_marks(model), profiled(activities) as profiler:
+        marked = around_forwards(model, lambda path: record_function(MODULE + path))
+        with marked, profiled(activities) as profiler:
             for _ in range(STEPS):
                 with record_function(MARK + "forward"):
                     loss = losses_of(losses_fn, model, batch).mean()
@@ -208,9 +216,9 @@ def _traced(model: nn.Module, batch: Any, losses_fn: LossesFn, accelerator: bool
                 del loss
                 for leaf in leaves:
                     leaf.grad = None
-        with Ledger(traced) as ledger:
+        with counting(partial(traced.count, "forward")):
             loss = losses_of(losses_fn, model, batch).mean()
-            ledger.direction = "backward"
+        with counting(partial(traced.count, "backward")):
             cast(Any, loss).backward()
     if path is not None:
         write_whole(path, _exported(profiler, packed=path.suffix == ".gz"))
@@ -241,17 +249,13 @@ def _custom_functions(loss: Tensor) -> dict[str, str]:
 
 
 def _reached(model: nn.Module, fast: list[torch.device]) -> tuple[float, float]:
-    """FLOPs/s of a large matrix product in the model's widest dtype, and bytes/s of a large copy.
-
-    They run on the first of the accelerators ``fast``, else on the CPU.
-    """
+    """FLOPs/s of a large product in the widest dtype of the model, bytes/s of a large copy; on ``fast[0]``, if any."""
     device = fast[0] if fast else torch.device("cpu")
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point} or {torch.float32}
     width, length = (4096, 2**26) if fast else (512, 2**22)
     a = torch.ones(width, width, device=device, dtype=max(dtypes, key=lambda dtype: dtype.itemsize))
     x = torch.ones(length, device=device)
     y = torch.empty_like(x)
-
     found = measure(
         {"product": lambda done: (torch.mm(a, a), done("all")), "copy": lambda done: (y.copy_(x), done("all"))},
         devices=[device],
@@ -261,7 +265,6 @@ def _reached(model: nn.Module, fast: list[torch.device]) -> tuple[float, float]:
 
 
 def _tallies(seen: Observed, name_of: Callable[[Op], str], kinds: dict[str, str]) -> list[Tally]:
-    """The ops added up by name, slowest first."""
     tallies: list[Tally] = []
     for name, ops in grouped((op for op in seen.ops if op.ran.calls or op.flops), name_of).items():
         forward, backward = ([op for op in ops if op.direction == at] for at in ("forward", "backward"))
@@ -276,3 +279,137 @@ def _tallies(seen: Observed, name_of: Callable[[Op], str], kinds: dict[str, str]
         )  # fmt: skip
         tallies.append(tally)
     return sorted(tallies, key=lambda tally: -tally.share)
+
+
+class Frame(NamedTuple):
+    """Where in a step an event is."""
+
+    direction: Direction
+    module: str = OUTSIDE
+    node: str = ""
+    function: str = ""  # the custom function whose forward runs, by its backward node
+    op: str = ""
+    inside: tuple[str, ...] = ()  # the ops that the op called, from the outermost to the event
+
+
+class Trace:
+    """The ops and backward nodes of a step, with their times: the device's with ``accelerator``, else the CPU's.
+
+    Each frame counts with the one of several steps in which it took least, without the frames inside it: other work of
+    a machine only adds time, and does not hit the same place in every step. All other times are sums of these; calls,
+    and the host's time, are those of the first step. ``functions`` has custom functions' names by their backward node.
+    """
+
+    def __init__(self, modules: Modules, functions: dict[str, str], accelerator: bool) -> None:
+        self.modules = modules
+        self.functions = functions
+        self.accelerator = accelerator
+        self.ops: dict[tuple[Direction, str, str, str], Op] = {}
+        self.nodes: dict[tuple[str, str], Node] = {}
+        self.total_s: dict[Direction, float] = {"forward": 0.0, "backward": 0.0}
+        self.uncounted: dict[str, int] = {}
+        self._dispatched: set[str] = set()
+
+    def count(
+        self, direction: Direction, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any
+    ) -> None:
+        """Add the FLOPs, bytes and casts of an op that ran, as :data:`~rowprop.cost.flops.Ran`."""
+        node = current_node()
+        node_name = "" if node is None else node.name()
+        running = self.modules.running[-1]  # inside a backward an activation checkpoint runs its forward again
+        module = GRADIENTS if node_name == ACCUMULATE else running if running != OUTSIDE else self.modules.of(node)
+        name = RENAMED.get(name, name.replace(".", "::"))
+        op = self.op(direction, module, node_name, name)
+        if flops is None:
+            self.uncounted[name] = self.uncounted.get(name, 0) + 1
+            op.flops = None
+        elif op.flops is not None:
+            op.flops += sum(flops)
+        operands, results = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (inputs, out))
+        if not is_view(func):
+            op.bytes += sum(map(_bytes, operands + results))
+        if name in COPIES and operands and results:
+            source, target = operands[-1].dtype, results[0].dtype
+            if source != target:
+                kind = f"{source} to {target}".replace("torch.", "")
+                op.casts[kind] = op.casts.get(kind, 0) + 1
+
+    def read(self, events: Sequence[Any]) -> None:
+        """Read the profiler's events, once :meth:`count` has noted the ops that they are made of."""
+        self._dispatched = {op.op for op in self.ops.values()}
+        roots = [e for e in events if e.cpu_parent is None and e.device_type == DeviceType.CPU]
+        begins = [e.time_range.start for e in roots if e.name == MARK + "forward"]
+        ends = [e.time_range.end for e in roots if e.name == MARK + "backward"]
+        steps: list[dict[Frame, float]] = []
+        for begin, end in zip(begins, ends, strict=True):
+            own_s: dict[Frame, float] = {}
+            # The backward of an accelerator runs on a thread of its own.
+            for event in (e for e in roots if begin <= e.time_range.start < end and e.name.startswith((MARK, ENGINE))):
+                direction = "forward" if event.name == MARK + "forward" else "backward"
+                self._walk(event, Frame(direction), own_s, first=not steps)
+            steps.append(own_s)
+        for frame in steps[0]:
+            self._spend(frame, min(own_s.get(frame, math.inf) for own_s in steps))
+
+    def op(self, direction: Direction, module: str, node: str, name: str) -> Op:
+        """The entry of an op; the first call makes it."""
+        key = (direction, module, node, name)
+        return self.ops.setdefault(key, Op(*key))
+
+    def _op(self, frame: Frame) -> Op:
+        return self.op(frame.direction, frame.module, frame.node, frame.op)
+
+    def _node(self, name: str, module: str) -> Node:
+        return self.nodes.setdefault((name, module), Node(name, module, function=self.functions.get(name, "")))
+
+    def _walk(self, event: Any, frame: Frame, own_s: dict[Frame, float], *, first: bool) -> None:
+        """Add up the own time of an event and its children by frame; in the first step count the calls."""
+        name: str = event.name.removeprefix("aten::")
+        called: Calls | None = None
+        if frame.op:
+            frame = frame._replace(inside=(*frame.inside, name))
+            called = self._op(frame).inside.setdefault(name, Calls())
+        elif name.startswith(MODULE):
+            frame = frame._replace(module=name.removeprefix(MODULE))
+        elif name.startswith(ENGINE):
+            name = name.removeprefix(ENGINE)
+            module = GRADIENTS if name == ACCUMULATE else self.modules.of(event.sequence_nr)
+            frame = frame._replace(module=module, node=name)
+            called = self._node(name, module).ran
+        elif name in self._dispatched:
+            frame = frame._replace(op=name)
+            called = self._op(frame).ran
+            self._op(frame).host_s += event.cpu_time_total / 1e6 * first
+        elif frame.direction == "forward" and name in self.functions.values():
+            frame = frame._replace(function=next(node for node, own in self.functions.items() if own == name))
+        if called is not None:
+            called.calls += first
+        time_s = self._time_s(event)
+        for child in event.cpu_children:
+            time_s -= self._time_s(child)
+            self._walk(child, frame, own_s, first=first)
+        own_s[frame] = own_s.get(frame, 0.0) + max(0.0, time_s)
+
+    def _time_s(self, event: Any) -> float:
+        return (event.device_time_total if self.accelerator else event.cpu_time_total) / 1e6
+
+    def _spend(self, frame: Frame, time_s: float) -> None:
+        self.total_s[frame.direction] += time_s
+        if frame.node:
+            self._node(frame.node, frame.module).ran.time_s += time_s
+        if frame.function:
+            self._node(frame.function, frame.module).forward_s += time_s
+        if frame.op:
+            op = self._op(frame)
+            for calls in (op.ran, *(op.inside[name] for name in set(frame.inside))):
+                calls.time_s += time_s
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of its elements; an expanded dimension counts once."""
+    size = tensor.element_size()
+    if tensor.layout != torch.strided:
+        return size * tensor.numel()
+    for length, step in zip(tensor.shape, tensor.stride(), strict=True):
+        size *= length if step else 1
+    return size

@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 from rowprop.backprop.pick import BatchNorm
 from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, ignored, measure
-from rowprop.cost.plan import THINNED
 from rowprop.cost.where import check_graph
 from rowprop.engines import ENGINES, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, losses_of
 from rowprop.selection.base import Context, Selection
-from rowprop.selection.fixed import TopK
+from rowprop.selection.selectors import TopK
 from rowprop.state import devices_of, leaves_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
 from rowprop.step.small import unwarned
@@ -29,6 +28,7 @@ from rowprop.thinning.handle import thin
 
 __all__ = ["Variant", "measure_step"]
 
+THINNED = "thinned"
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -37,8 +37,8 @@ class Variant:
     """A variant of a training step, to be measured.
 
     Attributes:
-        engine: ``"full"`` (default) is the plain step on all rows. ``"sliced"``, ``"recompute"`` and ``"masked"`` train
-            on the rows that :class:`rowprop.TopK` keeps. ``"thinned"`` is the plain step after :func:`rowprop.thin`.
+        engine: ``"full"`` (default) is the plain step on all rows; ``"sliced"``, ``"recompute"`` and ``"masked"`` train
+            on the rows that :class:`rowprop.TopK` keeps; ``"thinned"`` is the plain step after :func:`rowprop.thin`.
         keep: Fraction of rows kept, in (0, 1]; under ``"thinned"`` after every block. Default 1, as for ``"full"``.
     """
 
@@ -67,23 +67,18 @@ def measure_step(
 ) -> dict[Variant, Timing]:
     """Measure whole training steps, several variants side by side; see :func:`rowprop.cost.measure.measure`.
 
-    The phases of a step, whose seconds are in the :class:`~rowprop.cost.measure.Timing` of each variant, are
-
-    * ``"score"``: the forward without a graph of ``recompute``, with buffers and random state put back;
-    * ``"forward"``: the forward that makes the graph, under ``recompute`` of the kept rows, else of all;
-    * ``"select"``: from scores to rows; the full step has no such phase;
-    * ``"backward"``;
-    * ``"update"``: the optimizer's step, and dropping the gradients; only with ``optimizer``.
-
-    The full and the thinned step are plain loops, every other one a call of :class:`rowprop.SelectiveBackprop`.
+    The phases in the :class:`~rowprop.cost.measure.Timing` of each variant are ``"score"``, the forward without a graph
+    of ``recompute``, with buffers and random state put back; ``"forward"``, which makes the graph, under ``recompute``
+    of the kept rows, else of all; ``"select"``, from scores to rows, not in the full step; ``"backward"``; and, with
+    ``optimizer``, ``"update"``: its step, and dropping the gradients. The full and the thinned step are plain loops,
+    every other one a call of :class:`rowprop.SelectiveBackprop`.
 
     Args:
         model: The model, measured in the modes it is in.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
         variants: The steps to measure. Default: the plain step.
-        optimizer: Makes the optimizer from the parameters that require gradients; its rates are set to 0. Default None:
-            no update.
+        optimizer: Makes one from the parameters that require gradients; its rates become 0. Default None: no update.
         rounds: How many steps of each variant are measured. Default 20.
         warmup: How many steps of each variant run before. Default 3.
         limit_s: After 5 rounds begin none that would end later than so many seconds from now. Default None: no limit.
@@ -91,8 +86,7 @@ def measure_step(
         tick: Called before each step.
 
     Raises:
-        InvalidInput: A variant or a count is out of its range, or the losses have no graph. Errors that ``losses_fn``
-            raises pass through.
+        InvalidInput: A variant or a count is out of its range, or there is no graph. Errors of ``losses_fn`` pass.
 
     Cost:
         ``warmup + 1 + rounds`` steps of each variant; a copy of parameters and buffers. Parameters, buffers, gradients,

@@ -15,8 +15,7 @@ from rowprop.backprop.watch import Report, recording
 from rowprop.errors import InvalidInput
 from rowprop.host import drained_s
 
-OUTSIDE = "losses_fn"
-"""Stands for a module's path where an op runs in no module's forward."""
+OUTSIDE = "losses_fn"  # stands for a module's path where an op runs in no module's forward
 
 
 def next_number() -> int:
@@ -51,19 +50,21 @@ def check_graph(losses: Tensor) -> None:
 
 
 @contextmanager
-def around_forwards(model: nn.Module, enter: Callable[[str], None], leave: Callable[[], None]) -> Generator[None]:
-    """Call ``enter(path)`` before and ``leave()`` after each module's forward; the root's path is its class.
+def around_forwards(model: nn.Module, block: Callable[[str], AbstractContextManager[object]]) -> Generator[None]:
+    """Run each module's forward inside ``block(path)``; the root's path is its class.
 
     A region compiled earlier runs without these hooks; one compiled inside the block has hooks that do nothing.
     """
+    running: list[AbstractContextManager[object]] = []
 
     def before(path: str, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            enter(path)
+            running.append(block(path))
+            running[-1].__enter__()
 
     def after(*_: Any) -> None:
         if not torch.compiler.is_compiling():
-            leave()
+            running.pop().__exit__(None, None, None)
 
     with ExitStack() as stack:
         for path, module in cast(Any, model).named_modules():
@@ -76,43 +77,33 @@ def around_forwards(model: nn.Module, enter: Callable[[str], None], leave: Calla
 class Modules:
     """Knows the module that an op of the forward, or a backward node, belongs to.
 
-    Autograd numbers backward nodes in the order in which the forward makes them: those between the numbers at which
-    :meth:`tracked` sees a module's forward begin and end are the module's. ``kinds`` has each module's class by its
-    path, and an empty text for :data:`OUTSIDE`.
+    Autograd numbers backward nodes as the forward makes them: those between the numbers at which :meth:`tracked` sees a
+    module's forward begin and end are the module's.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        named = cast(Any, model).named_modules()
+        named = cast(Any, model).named_modules()  # kinds: their classes by path
         self.kinds = {path or type(model).__name__: type(module).__name__ for path, module in named} | {OUTSIDE: ""}
         self._spans: list[tuple[int, int, str]] = []
-        self._open: list[tuple[int, str]] = []
-
-    @property
-    def current(self) -> str:
-        """Path of the innermost module whose forward runs now; the root's path is its class."""
-        return self._open[-1][1] if self._open else OUTSIDE
+        self.running = [OUTSIDE]  # paths of the modules whose forward runs now, the innermost last
 
     def of(self, node: Any) -> str:
-        """Path of the innermost module whose forward made the backward node."""
-        return self.of_number(-1 if node is None else node._sequence_nr())
-
-    def of_number(self, number: int) -> str:
-        """As :meth:`of`, for the node of that number."""
+        """Path of the innermost module whose forward made the backward node, or the node of that number."""
+        number = -1 if node is None else node if isinstance(node, int) else node._sequence_nr()
         inside = [(begin, -end, path) for begin, end, path in self._spans if begin <= number < end]
         return max(inside)[2] if inside else OUTSIDE
 
     def tracked(self) -> AbstractContextManager[None]:
         """Note the forwards inside the block."""
+        return around_forwards(self.model, self._forward)
 
-        def enter(path: str) -> None:
-            self._open.append((next_number(), path))
-
-        def leave() -> None:
-            begin, path = self._open.pop()
-            self._spans.append((begin, next_number(), path))
-
-        return around_forwards(self.model, enter, leave)
+    @contextmanager
+    def _forward(self, path: str) -> Generator[None]:
+        begin = next_number()
+        self.running.append(path)
+        yield
+        self._spans.append((begin, next_number(), self.running.pop()))
 
 
 @dataclass(frozen=True)
@@ -123,10 +114,10 @@ class DensifiedAt:
         op: The aten op, or the kind of code that met the gradient.
         module: Path of the module whose forward made the backward node; ``"losses_fn"`` where no module's forward did.
         node: The backward node.
-        calls: How often the gradient went back to all rows there.
+        calls: How often it happened there.
         reason: Why; of several reasons the last.
-        time_share: Share of the backward's time in these nodes and all upstream of them, which run at full size because
-            of this place. Shares of different places overlap; others that read the same gradient are not counted.
+        time_share: Of the backward's time in these nodes and all upstream of them, which run at full size because of
+            this place. Shares of different places overlap; others that read the same gradient are not counted.
     """
 
     op: str
@@ -173,9 +164,8 @@ class Locator(Report):
     def places(self) -> list[DensifiedAt]:
         """The places found, largest share of time first."""
         places: list[DensifiedAt] = []
-        total_s = sum(self.node_s.values())
-        for (op, module, node_name), calls in self.found.items():
+        for key, calls in self.found.items():
             upstream = set[Any]().union(*(graph(node) for node, _ in calls if node is not None))
-            share = sum(self.node_s.get(node, 0.0) for node in upstream) / total_s
-            places.append(DensifiedAt(op, module, node_name, len(calls), calls[-1][1], share))
+            share = sum(self.node_s.get(node, 0.0) for node in upstream) / sum(self.node_s.values())
+            places.append(DensifiedAt(*key, len(calls), calls[-1][1], share))
         return sorted(places, key=lambda place: -place.time_share)

@@ -15,7 +15,7 @@ from rowprop.backprop.backward import Backward, running
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.zeros import MOST, live_entries
 from rowprop.batch import tensors
-from rowprop.cost.flops import Counter
+from rowprop.cost.flops import counting
 from rowprop.cost.where import Modules, current_node
 from rowprop.errors import InvalidInput
 
@@ -101,8 +101,8 @@ def find_zeros(model: nn.Module) -> Generator[ZeroReport]:
             hook = partial(seen.left, path or type(model).__name__)
             stack.callback(module.register_forward_hook(hook).remove)
         stack.enter_context(seen.modules.tracked())
-        with seen:
-            yield report
+        stack.enter_context(counting(seen.ran))
+        yield report
     seen.fill(report)
 
 
@@ -124,11 +124,10 @@ class _Pass:
             yield paths[0], live, sum(flops * (1 - _cost(own, live)) for flops, own in below if flops)
 
 
-class _Seen(Counter):
+class _Seen:
     """Looks at the gradients of modules' outputs, and counts the FLOPs of their backwards."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self.modules = Modules(model)
         self.passes: list[_Pass] = []
         self.uncounted: dict[str, int] = {}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rowprop.history.irreducible import ReducibleLoss, holdout_losses
+from rowprop.history.lookup import ReducibleLoss, StaleScorer, holdout_losses
 from rowprop.history.losses import LossHistory, WithIds
 from rowprop.history.pruning import PruningSampler
-from rowprop.history.stale import StaleScorer
 
 __all__ = ["LossHistory", "PruningSampler", "ReducibleLoss", "StaleScorer", "WithIds", "holdout_losses"]
 

@@ -15,6 +15,7 @@ from rowprop.checks import check_entries, check_numbers, check_vector, check_who
 from rowprop.distributed import check_group, process_group
 from rowprop.errors import InvalidInput
 from rowprop.host import waits
+from rowprop.scoring import described
 
 Row = TypeVar("Row")
 
@@ -33,13 +34,8 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
     """A data set whose rows come with their number: ``[i]`` is ``(i, dataset[i])``.
 
     A ``DataLoader`` then yields ``(ids, batch)``, ids of shape ``(N,)``, int64. Where they must stay the same under
-    another split, wrap the data set inside: ``Subset(WithIds(data), places)``.
-
-    Args:
-        dataset: Any data set with places and a length.
-
-    Raises:
-        InvalidInput: ``dataset`` is a mapping or a stream.
+    another split, wrap the data set inside: ``Subset(WithIds(data), places)``. Any data set with places and a length
+    will do; a mapping and a stream are refused.
 
     Example:
         >>> data = WithIds(["a", "b", "c"])
@@ -80,20 +76,15 @@ class LossHistory:
     """The last loss of each row, its age in visits, how often it was chosen, and its factor, by row id.
 
     A visit is an :meth:`update`: :class:`rowprop.SelectiveBackprop` calls it once per step, a loop of one's own calls
-    ``history.update(ids, losses)`` after the forward.
+    ``history.update(ids, losses)`` after the forward. Source: InfoBatch, Qin et al., ICLR 2024, arXiv:2303.04947.
 
     Args:
-        num_rows: M; ids are then ``0 ... M - 1``. Default None: ids are any int64 numbers, whose places a growing table
-            on the host finds.
+        num_rows: M; ids are then ``0 ... M - 1``. Default None: any int64 numbers, which a table on the host finds.
         device: Device of the tensors; default ``"cpu"``. On the device of the losses an update waits for nothing.
 
-    Raises:
-        InvalidInput: An argument is out of its range; in every method, ``ids`` are not int64 of shape ``(N,)``, or one
-            is not below ``num_rows`` (with ids and history on an accelerator, an assertion of torch there says so).
-
-    Cost:
-        40 bytes per row; with ``num_rows=None`` about 100 more, in a Python dictionary. An update is two sorts of N
-        numbers and a dozen gathers and scatters.
+    Every method refuses ``ids`` that are not int64 of shape ``(N,)``, or not below ``num_rows`` (with ids and history
+    on an accelerator, an assertion of torch there says so). A row takes 40 bytes, with ``num_rows=None`` about 100
+    more, in a dictionary. An update is two sorts of N numbers and a dozen gathers and scatters.
 
     Example:
         >>> from rowprop.history import LossHistory
@@ -102,9 +93,6 @@ class LossHistory:
         >>> ids = torch.arange(4)
         >>> history.losses_of(ids), history.age_of(ids), history.count_of(ids)
         (tensor([   nan,    nan, 0.5000,    nan]), tensor([1, 0, 0, 0]), tensor([0, 0, 1, 0]))
-
-    References:
-        A loss per row from the training pass: Qin et al., "InfoBatch", ICLR 2024, arXiv:2303.04947.
     """
 
     def __init__(self, num_rows: int | None = None, *, device: torch.device | str = "cpu") -> None:
@@ -124,10 +112,7 @@ class LossHistory:
         return self._read("loss", ids)
 
     def age_of(self, ids: Tensor) -> Tensor:
-        """Visits since the one in which the loss was stored, or all where none was: shape ``(N,)``, int64.
-
-        -1 between :meth:`store` and the update that ends the visit.
-        """
+        """Visits since its loss was stored, or all where none was: ``(N,)``, int64; -1 from :meth:`store` to update."""
         return self._read("age", ids)
 
     def count_of(self, ids: Tensor) -> Tensor:
@@ -139,29 +124,25 @@ class LossHistory:
         return self._read("weight", ids)
 
     def update(self, ids: Tensor, losses: Tensor, rows: Tensor | None = None) -> None:
-        """Note a visit of the rows of a batch.
+        """Note a visit of the rows of a batch. With ``num_rows`` only a history on the host waits, for a device's rows.
 
         Args:
             ids: Their ids, shape ``(N,)``, int64. Of a row that comes twice the last known loss counts.
             losses: Their losses, shape ``(N,)``, floating; where one is NaN, the old one stays and is a visit older.
-            rows: The places in the batch that were chosen, shape ``(K,)``, int64. Default None: all.
-
-        Raises:
-            InvalidInput: ``losses`` or ``rows`` do not fit, or a row on the CPU is no place in the batch.
-
-        Cost:
-            With ``num_rows`` nothing waits for a device, but a history on the host for arguments elsewhere.
+            rows: The places in the batch that were chosen, shape ``(K,)``, int64; looked at on the CPU. Default: all.
         """
         _check_number_per_id("LossHistory.update", "losses", ids, losses)
         if rows is not None:
             check_numbers("LossHistory.update", "rows", rows)
             if rows.dim() != 1 or rows.dtype != torch.int64:
-                given = f"rows of shape {tuple(rows.shape)} and dtype {rows.dtype}"
-                needed = "places in the batch were needed, shape (K,), int64"
-                remedy = "turn a mask into indices with `mask.nonzero().squeeze(1)`."
-                raise InvalidInput(f"LossHistory.update got {given} but {needed}; {remedy}")
-            if not waits(rows):
-                _check_places(rows, ids.numel())
+                needed = (
+                    "places were needed, shape (K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
+                )
+                raise InvalidInput(f"LossHistory.update got {described(rows, 'rows')} but {needed}")
+            if not waits(rows) and (wrong := first_outside(rows, ids.numel())) is not None:
+                places = f"places in the batch were needed, 0 to {ids.numel() - 1}"
+                remedy = "ids name rows, and rows say which were chosen."
+                raise InvalidInput(f"LossHistory.update got row {wrong} but {places}; {remedy}")
         places = self._found(ids, add=True)
         chosen = places if rows is None else places[rows.to(self.device)]
         self._columns["count"].index_add_(0, chosen, torch.ones_like(chosen))
@@ -174,12 +155,9 @@ class LossHistory:
         self._write(self._found(ids, add=True), losses, age=-1, older=0)
 
     def set_weights(self, ids: Tensor, weights: Tensor) -> None:
-        """Set the factors of some rows, until they are set anew.
+        """Set the factors ``(N,)`` of the rows ``ids`` ``(N,)``, int64, without repeats, until they are set anew.
 
-        Args:
-            ids: Rows without repeats, shape ``(N,)``, int64.
-            weights: Their factors, shape ``(N,)``, floating, finite, none negative (else :class:`rowprop.InvalidInput`,
-                and no factor has changed); the host reads them.
+        They are floating, finite, none negative (else they are refused, and none has changed); the host reads them.
         """
         _check_number_per_id("LossHistory.set_weights", "weights", ids, weights)
         weights = weights.detach().to(torch.float32)
@@ -191,13 +169,9 @@ class LossHistory:
         """Give every rank the entries of all ranks; all must call, with histories of one make.
 
         Of the entries of a row the one of the latest update counts (ranks take as many steps), then the one with most
-        visits since, then that of the lowest rank. Counts add up. Each rank keeps its weights.
-
-        Args:
-            group: As for :class:`rowprop.distributed.Global`. Default None: all ranks.
-
-        Cost:
-            Six all-reduces, five of them of a number per row; with ``num_rows=None`` a gather of all ids before.
+        visits since, then that of the lowest rank. Counts add up. Each rank keeps its weights. ``group`` is as for
+        :class:`rowprop.distributed.Global`; default None: all ranks. It costs six all-reduces, five of them of a number
+        per row; with ``num_rows=None`` a gather of all ids before.
         """
         check_group("LossHistory.synchronise", group)
         process = process_group(group)
@@ -225,8 +199,7 @@ class LossHistory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken, bit for bit, on the device of this history.
 
-        Raises:
-            InvalidInput: ``state`` is of another number of rows, or none; nothing is loaded then.
+        A state of another number of rows, or none, is refused, and nothing is loaded.
         """
         owner, hashed = "LossHistory.load_state_dict", self.num_rows is None
         check_entries(owner, state, (*_COLUMNS, "updates", "num_rows", *["ids"] * hashed))
@@ -238,8 +211,7 @@ class LossHistory:
             ids = cast("list[int]", state["ids"].tolist())
             places, rows = {known: place for place, known in enumerate(ids, start=1)}, len(ids) + 1
             if len(places) < len(ids):
-                remedy = "save and load the state whole."
-                raise InvalidInput(f"{owner} got an id twice but each row has one entry; {remedy}")
+                raise InvalidInput(f"{owner} got an id twice but each row has one entry; save and load a state whole.")
         for name, (dtype, _) in _COLUMNS.items():
             check_vector(owner, name, state[name], dtype, rows)
         _check_factors(owner, state["weight"])
@@ -247,7 +219,6 @@ class LossHistory:
         self._updates, self._places = state["updates"], places
 
     def _empty(self, rows: int) -> dict[str, Tensor]:
-        """Columns of so many rows that nobody has met."""
         reason, on = f"LossHistory got num_rows={rows}; leave num_rows out where ids are far between.", self.device
         return {name: filled((rows,), value, reason, dtype=of, device=on) for name, (of, value) in _COLUMNS.items()}
 
@@ -320,11 +291,8 @@ def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
 def check_ids(owner: str, ids: object) -> None:
     """Refuse what names no rows of a data set."""
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64 or ids.is_meta:
-        given = f"that are a {type(ids).__name__}"
-        if isinstance(ids, Tensor):
-            given = f"of shape {tuple(ids.shape)} and dtype {ids.dtype}" + " on the device meta" * ids.is_meta
         needed = "the rows' ids were needed, shape (N,), int64; batches of rowprop.history.WithIds begin with them."
-        raise InvalidInput(f"{owner} got ids {given} but {needed}")
+        raise InvalidInput(f"{owner} got {described(ids, 'ids')} but {needed}")
 
 
 def check_made_for(owner: str, state: Mapping[str, Any], num_rows: int | None) -> None:
@@ -352,14 +320,7 @@ def first_outside(places: Tensor, size: int) -> int | None:
 def _check_range(ids: Tensor, num_rows: int) -> None:
     if (wrong := first_outside(ids, num_rows)) is not None:
         remedy = "give the number of rows of the data set, or num_rows=None for ids of any kind."
-        has = f"has num_rows={num_rows}, ids 0 to {num_rows - 1}"
-        raise InvalidInput(f"LossHistory got id {wrong} but {has}; {remedy}")
-
-
-def _check_places(rows: Tensor, num_rows: int) -> None:
-    if (wrong := first_outside(rows, num_rows)) is not None:
-        needed = f"places in the batch were needed, 0 to {num_rows - 1}; ids name rows, and rows say which were chosen."
-        raise InvalidInput(f"LossHistory.update got row {wrong} but {needed}")
+        raise InvalidInput(f"LossHistory got id {wrong} but has num_rows={num_rows}, ids 0 to {num_rows - 1}; {remedy}")
 
 
 def _check_factors(owner: str, weights: Tensor) -> None:
@@ -373,6 +334,5 @@ def _check_number_per_id(owner: str, name: str, ids: Tensor, values: Tensor) -> 
     check_ids("LossHistory", ids)
     check_numbers(owner, name, values)
     if values.shape != ids.shape or not values.is_floating_point():
-        given = f"{name} of shape {tuple(values.shape)} and dtype {values.dtype} for {ids.numel()} ids"
         needed = "a floating number per id was needed; reduce over all but the rows first."
-        raise InvalidInput(f"{owner} got {given} but {needed}")
+        raise InvalidInput(f"{owner} got {described(values, name)} for {ids.numel()} ids but {needed}")

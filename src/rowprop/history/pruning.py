@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from rowprop.checks import check_choice, check_entries, check_number, check_vector, check_whole
+from rowprop.checks import check_choice, check_entries, check_number, check_vector, check_whole, wrong
 from rowprop.distributed import check_group
 from rowprop.errors import InvalidInput
 from rowprop.history.losses import LossHistory, check_ids, check_made_for, first_outside
-from rowprop.selection.common import SLACK, count_kept
+from rowprop.selection.selectors import SLACK, count_kept
 
 __all__ = ["PruningSampler"]
 
@@ -24,14 +24,18 @@ __all__ = ["PruningSampler"]
 class PruningSampler(Sampler[int]):
     """Leave easy rows out of an epoch, and weigh the other easy rows so that they stand for all: InfoBatch.
 
-    A row is easy in an epoch if its stored loss is below the mean of the stored ones. Of n easy rows
-    ``ceil((1 - prune) * n)`` are drawn, each with the factor ``n / drawn``; all others, also those without a finite
-    stored loss, come with the factor 1. The last epochs are full. :class:`rowprop.SelectiveBackprop` multiplies its
-    weights by the factors, which are in the history; in a loop of one's own, the loss is
-    ``(losses * history.weights_of(ids)).mean()``.
+    A row is easy in an epoch if its stored loss is below the mean of the stored ones. Of n easy rows ``ceil((1 - prune)
+    * n)`` are drawn, each with the factor ``n / drawn``; all others, also those without a finite stored loss, come with
+    the factor 1. The last epochs are full. :class:`rowprop.SelectiveBackprop` multiplies its weights by the factors,
+    which are in the history; in a loop of one's own, the loss is ``(losses * history.weights_of(ids)).mean()``.
 
-    Each iteration of a ``DataLoader`` over it is an epoch. Batches have to come in its order, as by default, with any
-    number of workers: the ids tell how far an epoch is trained (:meth:`trained`).
+    Each iteration of a ``DataLoader`` over it is an epoch, for which the history is copied to the host once. Batches
+    have to come in its order, with any number of workers: :meth:`trained` tells by the ids how far an epoch is trained.
+
+    Unbiased: each row counts once in expectation (but those that ``multiple_of`` cuts off), and an epoch's factors add
+    up to ``num_rows``. It has fewer steps, each larger by ``num_rows / len(sampler)``. Source: Qin et al., ICLR 2024,
+    arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch. docs/recipes.md tells the differences. An argument out of its range is
+    refused, and a ``history.num_rows`` below ``num_rows``.
 
     Args:
         history: Losses by row id, kept by the step; ids are the places in the data set, as :class:`WithIds
@@ -39,8 +43,7 @@ class PruningSampler(Sampler[int]):
         num_rows: Rows of the data set.
         epochs: How many epochs the training has.
         prune: Share of the easy rows to leave out, in [0, 1); default 0.5.
-        full_after: Share of the epochs after which every row comes again, in [0, 1]; default 0.875. An epoch is pruned
-            if it ends by then: 8 of 10.
+        full_after: Share of the epochs after which every row comes again, in [0, 1]; default 0.875: 2 of 10 are full.
         shuffle: Whether the rows come in random order (default) or in that of the data set.
         multiple_of: Each rank's part of an epoch is cut to a multiple of this; the shortest epoch, in which all rows
             but one are easy, must hold one. Give the batch size where the loader has ``drop_last=True``, or a resume
@@ -50,20 +53,6 @@ class PruningSampler(Sampler[int]):
             ``num_replicas``-th row of it; up to ``num_replicas - 1`` rows come twice, so that all have as many.
         rank: Number of this rank, from 0.
         group: The ranks that synchronise their histories at the start of each epoch. Default None: all.
-
-    Raises:
-        InvalidInput: An argument is out of its range, or ``history.num_rows`` is smaller than ``num_rows``.
-
-    Cost:
-        A pass over the history, copied to the host, once per epoch.
-
-    Bias:
-        None: each row counts once in expectation (but those that ``multiple_of`` cuts off), and an epoch's factors add
-        up to ``num_rows``. It has fewer steps, each larger by ``num_rows / len(sampler)``.
-
-    References:
-        Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
-        arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch. docs/recipes.md tells the differences.
     """
 
     history: LossHistory
@@ -97,7 +86,7 @@ class PruningSampler(Sampler[int]):
         self._resumed = False
         if self.rank >= self.num_replicas:
             ranks = f"num_replicas={self.num_replicas}; ranks are numbered from 0."
-            raise InvalidInput(f"PruningSampler got rank={self.rank} but {ranks}")
+            raise wrong("PruningSampler", "rank", self.rank, ranks)
         if self.history.num_rows is not None and self.history.num_rows < self.num_rows:
             history = f"a history of num_rows={self.history.num_rows}; give both the number of rows of the data set."
             raise InvalidInput(f"PruningSampler got num_rows={self.num_rows} but {history}")
@@ -105,11 +94,9 @@ class PruningSampler(Sampler[int]):
         pruned = self._pruned_epochs > 0 and self.num_rows > 1
         rows = 1 + count_kept(1 - self.prune, self.num_rows - 1) if pruned else self.num_rows
         most = math.ceil(rows / self.num_replicas)
-        if self.multiple_of > most:
-            short = (
-                f"an epoch may be as short as {most} rows per rank, of which no multiple of {self.multiple_of} is left"
-            )
-            raise InvalidInput(f"PruningSampler got multiple_of={self.multiple_of} but {short}; give {most} or less.")
+        if (size := self.multiple_of) > most:
+            short = f"an epoch may be as short as {most} rows per rank, of which no multiple of {size} is left"
+            raise wrong("PruningSampler", "multiple_of", size, f"{short}; give {most} or less.")
 
     @property
     def _pruned_epochs(self) -> int:
@@ -129,11 +116,8 @@ class PruningSampler(Sampler[int]):
         """How many rows of the running epoch are done once these are trained: all up to the furthest of them.
 
         So a batch that is trained twice counts once, and one that is skipped is done with the next. Rows of this rank
-        count, those before a resume included.
-
-        Args:
-            ids: Rows of a batch, shape ``(N,)``, int64; the host waits for them. Those that are not in the rest of the
-                epoch count nothing.
+        count, those before a resume included. ``ids`` are the rows of a batch, ``(N,)``, int64; the host waits for
+        them, and those that are not in the rest of the epoch count nothing.
         """
         check_ids("PruningSampler.trained", ids)
         if self._places is None:  # no epoch runs
@@ -176,21 +160,15 @@ class PruningSampler(Sampler[int]):
 
         :class:`rowprop.SelectiveBackprop` saves it with its own state where it is given the sampler. Otherwise save the
         history too. On several ranks, synchronise the history before; any rank's state is then good for all.
-
-        Args:
-            trained: How far the running epoch is trained: :meth:`trained` of the ids of its last batch. Default None:
-                to the end.
-
-        Raises:
-            InvalidInput: ``trained`` is more than the rows of the epoch, or less than at its resume.
+        ``trained`` is how far the running epoch is trained, :meth:`trained` of the ids of its last batch, else refused;
+        default None: to the end.
         """
         most = self._before + (0 if self._order is None else len(self))
         done = most if trained is None else trained
         check_whole("PruningSampler.state_dict", "trained", done, 0)
         if not self._before <= done <= most:
             can = f"between {self._before} and {most} rows of epoch {self.epoch} can have been trained on"
-            remedy = "give `sampler.trained(ids)` of the last batch."
-            raise InvalidInput(f"PruningSampler.state_dict got trained={done} but {can}; {remedy}")
+            raise wrong("PruningSampler.state_dict", "trained", done, f"{can}; give trained(ids) of the last batch.")
         left = None
         if self._order is not None and done < most:
             left = self._order[(done - self._before) * self.num_replicas :].clone()
@@ -199,8 +177,7 @@ class PruningSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken: the next iteration yields exactly the rows that the epoch had left.
 
-        Raises:
-            InvalidInput: No sampler of that many rows can have made ``state``; nothing is loaded then.
+        A state that no sampler of that many rows can have made is refused, and nothing is loaded.
         """
         owner = "PruningSampler.load_state_dict"
         check_entries(owner, state, ("num_rows", "begun", "trained", "order"))
@@ -219,7 +196,6 @@ class PruningSampler(Sampler[int]):
         self._resumed = order is not None
 
     def _run(self, order: Tensor | None) -> None:
-        """Have an epoch of these rows run, or none."""
         self._order = self._places = order
         if order is not None:
             own = self._own()

@@ -15,8 +15,7 @@ from rowprop.integrations import shared
 from rowprop.schedule import Schedule
 from rowprop.scoring import Downscaled, LossesFn
 from rowprop.selection.base import Selector
-from rowprop.selection.common import Keep
-from rowprop.selection.drawn import RankSampling
+from rowprop.selection.selectors import Keep, RankSampling
 
 # mosaicml asks for a torch below 2.7.1, so no extra could install it.
 _install = "pip install --no-deps mosaicml, and install the packages that docs/composer.md names"
@@ -34,8 +33,8 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
     Args:
         start: Fraction of the training at which selection begins, in [0, 1); default 0.5.
         end: Fraction at which it ends, above ``start``, at most 1; default 0.9.
-        keep: Fraction of the rows that are kept, in (0, 1], or a schedule: they are drawn by the rank of their losses,
-            as Composer draws them. Default None: 0.5, or as ``selector`` says.
+        keep: Fraction of rows kept, in (0, 1], or a schedule: drawn by the rank of their losses, as Composer draws
+            them. Default None: 0.5, or as ``selector`` says.
         scale_factor: Side of the images that are scored, as a fraction. Default 1: the losses of the training forward
             are the scores. Below 1 the engine is ``recompute``, unless another is named.
         interrupt: Every how many batches of an epoch one is trained whole; 0 for never; default 2.
@@ -60,6 +59,8 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
     Bias:
         The draw by rank is biased, as in mosaicml 0.32.1's ``composer.algorithms.SelectiveBackprop``.
     """
+
+    _framework, _accumulation, _ids = "Composer", "Trainer(device_train_microbatch_size=...)", False
 
     def __init__(
         self,
@@ -86,8 +87,7 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
         if scale_factor != 1:
             scores: Any = shared.losses_of_rows(losses_fn or self._losses, settings)
             own |= {"scorer": Downscaled(scores, scale_factor), "engine": "recompute"}
-        accumulation = "Trainer(device_train_microbatch_size=...)"
-        self._take("Composer", accumulation, selector, losses_fn, classes_fn, own | settings, ids=False)
+        super().__init__(selector, losses_fn, classes_fn=classes_fn, **own | settings)
         self._model: Any = None
         self._batch: Any = None
         self._outputs: Any = None
@@ -161,7 +161,6 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
         return outputs
 
     def _losses(self, model: Any, batch: Any) -> Tensor:
-        """The losses of the model's own loss function, of all rows or of some."""
         outputs = model(batch)
         if batch is self._batch:  # metrics look at the outputs for all rows
             self._outputs = outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,11 +13,9 @@ from rowprop.batch import num_rows
 from rowprop.checks import check_callable
 from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
-from rowprop.integrations.shared import ClassesFn, Means, Numbers, Selects, check_reduction, module_of
-from rowprop.scoring import LossesFn
+from rowprop.integrations.shared import Means, Numbers, Selects, check_reduction, module_of
 from rowprop.selection.base import Selector
-from rowprop.selection.common import check_fraction
-from rowprop.selection.fixed import Everything, LossMass
+from rowprop.selection.selectors import Everything, LossMass, check_fraction
 
 _learner: Any = module_of("fastai", "learner")
 _unreduced: Any = module_of("fastai", "layers").NoneReduce
@@ -26,14 +25,13 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
     """Train on the rows that a selector keeps: one line in the learner, ``cbs=SelectiveBackpropCallback(selector)``.
 
     In training the callback stands for the forward and the loss. The learner's ``loss`` is that of all rows; where a
-    scorer leaves it unknown, that of the kept rows. The table of a fit has the means of each epoch: ``loss_all``,
+    scorer leaves it unknown, of the kept rows. The table of a fit has the means of each epoch: ``loss_all``,
     ``loss_kept`` and the kept share, ``kept``. After ``learn.lr_find()`` the step is where it was, as the weights are.
 
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
         losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)``, or ``(N, ...)``, of which each row has the mean;
-            the batch is ``(*xb, *yb)``, and ``learn.pred`` is then None in training. Default None: the learner's own
-            loss function, unreduced.
+            the batch is ``(*xb, *yb)``, and ``learn.pred`` is then None in training. Default None: the learner's own.
         classes_fn: From the batch to the class of each row, ``(N,)``, int64, for selectors that need it; each one's
             kept share is shown, ``kept/CLASS``, where the data have a number of classes, ``dls.c``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to`` and ``history``. Behind DDP
@@ -41,8 +39,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
 
     Raises:
         MissingExtra: On import, where fastai is not installed.
-        InvalidInput: A setting is wrong; in a fit, the loss function has no mean to replace, or there are two such
-            callbacks.
+        InvalidInput: A setting is wrong; in a fit, the loss function has no mean to replace, or two callbacks select.
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the last fit; None before the first.
@@ -50,6 +47,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         numbers: Those of the last step, under their names in the table; losses are 0-d tensors.
     """
 
+    _framework, _accumulation, _ids = "fastai", "the callback GradientAccumulation", False
     order = 12  # MixedPrecision has 10, DistributedTrainer 11
     numbers: Numbers = {}  # noqa: RUF012  each step sets another
     _means = Means()
@@ -58,18 +56,6 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
     _batch: Any = None
     # not exported with the learner
     _stateattrs = ("step", "record", "numbers", "_loaded", "_means", "_begun", "_before", "_batch")
-
-    def __init__(
-        self,
-        selector: Selector,
-        losses_fn: LossesFn | None = None,
-        *,
-        classes_fn: ClassesFn | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        accumulation = "the callback GradientAccumulation"
-        self._take("fastai", accumulation, selector, losses_fn, classes_fn, settings, ids=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Leave the learner as it was when the callback is removed, after an interrupted fit too."""
@@ -93,7 +79,8 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         # The lock is held in a validation outside of a fit, whose results stay as they are.
         count = 0 if self._classes_fn is None else getattr(learn.dls, "c", None) or 0
         names = ["loss_all", "loss_kept", "kept", *(f"kept/{number}" for number in range(count))]
-        learn.metrics = _others(learn.metrics) + [_Mean(self, name) for name in names if not learn.lock.locked()]
+        columns = [_Mean(partial(self.mean_of, name), name) for name in names if not learn.lock.locked()]
+        learn.metrics = _others(learn.metrics) + columns
 
     def before_train(self) -> None:
         """Begin the means of an epoch."""
@@ -142,7 +129,6 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         learn._do_grad_opt()
 
     def _losses(self, model: Any, batch: Any) -> Tensor:
-        """The losses of the learner's own loss function, of all rows or of some."""
         learn, inputs = self.learn, len(self.learn.xb)
         named = f"the learner's loss function {learn.loss_func!r}"
         check_reduction(named, learn.loss_func, "SelectiveBackpropCallback(selector, losses_fn)")
@@ -192,21 +178,9 @@ class BatchLossFilter(SelectiveBackpropCallback):
         super().__init__(selector, **settings)
 
 
-class _Mean(_learner.Metric):
+class _Mean(_learner.ValueMetric):
     """One of the numbers, as a column of the table."""
-
-    def __init__(self, callback: SelectiveBackpropCallback, name: str) -> None:
-        self._callback, self._name = callback, name
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def value(self) -> Any:
-        return self._callback.mean_of(self._name)
 
 
 def _others(metrics: Any) -> list[Any]:
-    """The metrics that are the learner's own."""
     return [metric for metric in metrics if not isinstance(metric, _Mean)]

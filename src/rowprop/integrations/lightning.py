@@ -9,9 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from rowprop.errors import InvalidInput
-from rowprop.integrations.shared import ClassesFn, Replaced, Selects, gather_states, module_of, own_state
-from rowprop.scoring import LossesFn
-from rowprop.selection.base import Selector
+from rowprop.integrations.shared import Replaced, Selects, gather_states, module_of, own_state
 
 # `lightning` and `pytorch_lightning` have a class of callbacks each, and neither knows the other's.
 _alone = find_spec("pytorch_lightning") and not find_spec("lightning")
@@ -23,8 +21,7 @@ _Callback: Any = type("_Callback", tuple(module.Callback for module in _modules)
 class SelectiveBackpropCallback(Selects, _Callback):
     """Train on the rows that a selector keeps: one line, ``callbacks=[SelectiveBackpropCallback(selector)]``.
 
-    During ``fit`` the module's ``training_step`` is replaced. It logs ``loss_all``, ``loss_kept`` and the kept share,
-    ``kept``.
+    During ``fit`` ``training_step`` is replaced. It logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``.
 
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
@@ -38,26 +35,17 @@ class SelectiveBackpropCallback(Selects, _Callback):
 
     Raises:
         MissingExtra: On import, where neither ``lightning`` nor ``pytorch_lightning`` is installed.
-        InvalidInput: A setting is wrong, the module has no method ``losses``, it optimizes by hand, or its optimizer
-            asks for the loss of a batch twice.
+        InvalidInput: A wrong setting; a module without ``losses``, or that optimizes by hand; an optimizer that asks
+            for the loss of a batch twice.
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the running fit, whose state is saved in checkpoints.
         record: The :class:`rowprop.step.Record` of the last step; None before the first.
     """
 
-    def __init__(
-        self,
-        selector: Selector,
-        losses_fn: LossesFn | None = None,
-        *,
-        classes_fn: ClassesFn | None = None,
-        **settings: Any,
-    ) -> None:
-        accumulation = "Trainer(accumulate_grad_batches=...)"
-        self._take("Lightning", accumulation, selector, losses_fn, classes_fn, settings)
-        self._replaced = Replaced(self, {})
-        self._asked = self._raised = False
+    _framework, _accumulation = "Lightning", "Trainer(accumulate_grad_batches=...)"
+    _replaced: Replaced | None = None
+    _asked = _raised = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Replace the module's training step."""
@@ -81,7 +69,7 @@ class SelectiveBackpropCallback(Selects, _Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the module its own training step back."""
-        if stage == "fit":
+        if stage == "fit" and self._replaced is not None:
             self._replaced.give_back()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -25,14 +25,9 @@ from rowprop.selection.base import Selector
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
 
-IGNORED = -100
-"""The label of a token that does not count."""
-
-ClassesFn = Callable[[Any], Tensor]
-"""A function of the batch that returns the class of each row, (N,), int64."""
-
-Numbers = dict[str, Tensor | float]
-"""What a framework's logger takes: losses are 0-d tensors, which the host has not read."""
+IGNORED = -100  # the label of a token that does not count
+ClassesFn = Callable[[Any], Tensor]  # from the batch to the class of each row, (N,), int64
+Numbers = dict[str, Tensor | float]  # for a framework's logger: losses are 0-d tensors, which the host has not read
 
 
 def module_of(package: str, name: str = "", *, least: str = "", install: str | None = None) -> Any:
@@ -40,19 +35,13 @@ def module_of(package: str, name: str = "", *, least: str = "", install: str | N
     if importlib.util.find_spec(package) is None:
         install = install or f"pip install {package}"
         raise MissingExtra(f"this integration needs {package}, which is not installed; run: {install}.")
-    if least and _number(version := importlib.import_module(package).__version__) < _number(least):
-        raise MissingExtra(
-            f"this integration needs {package} {least} or newer but {package} {version} is installed; "
-            f"run: pip install -U {package}."
-        )
+    if least:
+        version = importlib.import_module(package).__version__
+        found, needed = ([int(part) for part in each.split(".")[:2]] for each in (version, least))
+        if found < needed:
+            came = f"{package} {least} or newer but {package} {version} is installed"
+            raise MissingExtra(f"this integration needs {came}; run: pip install -U {package}.")
     return importlib.import_module(f"{package}.{name}" if name else package)
-
-
-def _number(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")[:2]]
-
-
-# --- the step of a training -------------------------------------------------------------------------------------------
 
 
 class Selects:
@@ -61,37 +50,36 @@ class Selects:
     step: SelectiveBackprop | None = None
     record: Record | None = None
     _loaded: Mapping[str, Any] | None = None  # a state for the step that is made next
+    _framework: str
+    _accumulation: str  # what accumulates gradients there
+    _ids = True  # whether its batches may carry ids of rows
 
-    def _take(
+    def __init__(
         self,
-        framework: str,
-        accumulation: str,
         selector: Selector,
-        losses_fn: LossesFn | None,
-        classes_fn: ClassesFn | None,
-        settings: dict[str, Any],
+        losses_fn: LossesFn | None = None,
         *,
-        ids: bool = True,
+        classes_fn: ClassesFn | None = None,
+        **settings: Any,
     ) -> None:
-        """Keep the arguments, and refuse wrong ones; ``ids`` says whether the framework's batches may carry them."""
+        super().__init__()
         owner = type(self).__name__
         if losses_fn is not None:
             check_losses_fn(owner, losses_fn)
         if classes_fn is not None:
             check_callable(owner, "classes_fn", classes_fn, "a function of the batch was needed; None is the default.")
         if "accumulate_to" in settings:
-            decides = f"{framework} decides when the optimizer steps; use {accumulation} instead."
+            decides = f"{self._framework} decides when the optimizer steps; use {self._accumulation} instead."
             raise InvalidInput(f"{owner} got accumulate_to, but {decides}")
-        if not ids and settings.get("history") is not None:
+        if not self._ids and settings.get("history") is not None:
             remedy = "use rowprop.SelectiveBackprop in a loop of your own, or leave history out."
-            raise InvalidInput(f"{owner} got a history, but {framework}'s batches carry no ids of rows; {remedy}")
+            raise InvalidInput(f"{owner} got a history, but {self._framework}'s batches carry no ids of rows; {remedy}")
         self._selector, self._losses_fn, self._classes_fn = selector, losses_fn, classes_fn
         self._settings = settings
 
     def _make_step(self, model: Any, losses_fn: LossesFn, *, several: bool = False, **unit: Any) -> SelectiveBackprop:
         """Make the step of a training, in the state that was loaded; of several ranks each selects its own rows."""
-        default: dict[str, Any] = {"ranks": Local()} if several else {}
-        settings = default | self._settings | unit
+        settings: dict[str, Any] = ({"ranks": Local()} if several else {}) | self._settings | unit
         step = SelectiveBackprop(model, losses_of_rows(losses_fn, settings), self._selector, **settings)
         if self._loaded is not None:
             step.load_state_dict(self._loaded)
@@ -166,13 +154,10 @@ class Replaced:
         self._own, self._before = {}, {}
 
 
-# --- numbers to log ---------------------------------------------------------------------------------------------------
-
-
 def numbers_of(record: Record, classes: Tensor | None = None, counted: Tensor | None = None) -> Numbers:
     """The numbers to log in each step; with ``classes`` of the rows ``(N,)`` also the kept share of each, on the host.
 
-    Of tokens, the class is that of their row, and those ``counted`` count.
+    A token's class is its row's, and those ``counted`` count.
     """
     kept_share = record.num_kept / max(1, record.num_rows)
     numbers: Numbers = {"loss_all": record.loss_all, "loss_kept": record.loss_kept, "kept": kept_share}
@@ -215,9 +200,6 @@ class Means:
         return {name: float(self.of(name)) for name in self.sums}
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
     """On the first rank, which writes the checkpoint, the states of all ranks; elsewhere the rank's own."""
     if process_group(None) is None:
@@ -233,36 +215,29 @@ def own_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return states[rank if rank < len(states) else 0]
 
 
-# --- transformers' Trainer, and those of TRL --------------------------------------------------------------------------
-
-
 def with_state(
     trainer: Any, save: Callable[[], Mapping[str, Any]], load: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """What stands for a Trainer's methods of these names, so that its checkpoints hold a state of each process.
 
-    A process that had not saved one gets the first one's; where none had, ``load`` is not called.
+    A process without one gets the first one's; where none had one, ``load`` is not called.
     """
-    rank: int = trainer.args.process_index
+    rank, named = trainer.args.process_index, "rowprop_{}.pt".format
     own_save, own_load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
     def save_both(output_dir: str) -> None:
         own_save(output_dir)
         content = io.BytesIO()
         torch.save(dict(save()), content)
-        write_whole(_file_in(output_dir, rank), content.getvalue())
+        write_whole(Path(output_dir, named(rank)), content.getvalue())
 
     def load_both(checkpoint: str | None) -> None:
         own_load(checkpoint)
-        files = [] if checkpoint is None else [_file_in(checkpoint, each) for each in (rank, 0)]
+        files = [] if checkpoint is None else [Path(checkpoint, named(each)) for each in (rank, 0)]
         if (file := next(filter(Path.exists, files), None)) is not None:
             load(torch.load(file, weights_only=True))
 
     return {"_save_optimizer_and_scheduler": save_both, "_load_optimizer_and_scheduler": load_both}
-
-
-def _file_in(checkpoint: str, rank: int) -> Path:
-    return Path(checkpoint) / f"rowprop_{rank}.pt"
 
 
 def splits_rows(trainer: Any) -> bool:

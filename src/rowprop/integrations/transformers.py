@@ -17,9 +17,8 @@ from rowprop.integrations import shared
 from rowprop.scoring import LossesFn, per_row_mean
 from rowprop.selection.base import Selector
 
+# By the name of a loss per token, whether a token is told by the position before it.
 _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
-"""By the name of a loss per token, whether a token is told by the position before it."""
-
 _transformers: Any = shared.module_of("transformers", least="5.23")
 shared.module_of("accelerate")
 
@@ -34,10 +33,10 @@ def select(
 ) -> SelectiveBackpropCallback:
     """Have a Trainer train on the rows or tokens that a selector keeps: one line between making it and training.
 
-    In training, ``compute_loss`` is replaced on this trainer. An update's gradient is that of the mean over all kept
-    rows (tokens) of its micro-batches on all processes; with weights that refer to the mean over all rows, such as
-    those of unbiased selectors, to that of all rows of the update. The Trainer's division by accumulation steps or by
-    ``num_items_in_batch`` has no part in it.
+    In training, ``compute_loss`` is replaced on this trainer, until the handle's ``remove()``. An update's gradient is
+    that of the mean over all kept rows (tokens) of its micro-batches on all processes; with weights that refer to the
+    mean over all rows, as those of unbiased selectors, of all its rows. The Trainer divides by neither accumulation
+    steps nor ``num_items_in_batch``.
 
     The Trainer logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``: means since the last log, over all
     processes. Its own ``loss`` is that of all rows; where a scorer leaves it unknown, that of the kept rows.
@@ -54,11 +53,8 @@ def select(
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``. ``unit`` is ``"token"`` by
             default where the model's losses are per token; ``unit="row"`` then makes a row's loss the mean of its
             tokens'. Tokens with the label -100 do not count. With a ``history`` the batches need an entry ``ids``,
-            ``(N,)``, int64. With ``ranks`` the processes select together, and the micro-batches of an update count
-            alike. Progress is the trainer's.
-
-    Returns:
-        The handle, whose ``remove()`` gives the trainer its own training back.
+            ``(N,)``, int64. With ``ranks`` processes select together, and the micro-batches of an update count alike.
+            Progress is the trainer's.
 
     Raises:
         MissingExtra: On import, where transformers 5.23 or newer or accelerate is not installed.
@@ -79,7 +75,7 @@ def select(
         needed = "whole rows and gradients were needed on each process; use DDP or FSDP."
         came = "a trainer with DeepSpeed or with tensor, context or sequence parallelism"
         raise UnsupportedOperation(f"select got {came}, but {needed}")
-    return SelectiveBackpropCallback(trainer, selector, losses_fn, classes_fn, settings)
+    return SelectiveBackpropCallback(trainer, selector, losses_fn, classes_fn=classes_fn, **settings)
 
 
 class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
@@ -90,18 +86,12 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
         record: The :class:`rowprop.step.Record` of the last micro-batch; None before the first.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        selector: Selector,
-        losses_fn: LossesFn | None,
-        classes_fn: shared.ClassesFn | None,
-        settings: dict[str, Any],
-    ) -> None:
-        accumulation = "TrainingArguments(gradient_accumulation_steps=...)"
-        self._take("the Trainer", accumulation, selector, losses_fn, classes_fn, settings)
+    _framework, _accumulation = "the Trainer", "TrainingArguments(gradient_accumulation_steps=...)"
+
+    def __init__(self, trainer: Any, selector: Selector, losses_fn: LossesFn | None, **arguments: Any) -> None:
+        super().__init__(selector, losses_fn, **arguments)
         self._trainer = trainer
-        self._begin()
+        self.on_train_begin()
         replaced: dict[str, Any] = {
             "compute_loss": self._compute_loss,
             "training_step": self._training_step,
@@ -118,11 +108,8 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
         if self in self._trainer.callback_handler.callbacks:
             self._trainer.remove_callback(self)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Begin a training, or go on from its checkpoint."""
-        self._begin()
-
-    def _begin(self) -> None:
         trainer = self._trainer
         self._shifted = _SHIFTED.get(_loss_name(trainer) or "", False)
         losses_fn, self._unit = self._losses_fn, self._settings.get("unit", "row")
@@ -219,9 +206,6 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
         self._own["log"](logs, *args, **kwargs)
 
 
-# --- the losses of a model ------------------------------------------------------------------------------------------
-
-
 def _loss_name(trainer: Any) -> str | None:
     """The name of the function that computes the loss of the model; None where transformers has none."""
     mapping = shared.module_of("transformers", "loss.loss_utils").LOSS_MAPPING
@@ -231,30 +215,26 @@ def _loss_name(trainer: Any) -> str | None:
 
 def _own_losses(trainer: Any, unit: Unit | None) -> tuple[LossesFn, Unit]:
     """The losses that the trainer's own training takes the mean of, and what they are losses of."""
-    model, name = shared.unwrapped(trainer), _loss_name(trainer)
-    config = getattr(model, "config", None)
-    if (owner := _owner_of_loss(trainer)) is not None:
-        reason = f"{owner} has a compute_loss of its own, in whose place select would stand"
-    elif trainer.compute_loss_func is not None:
-        reason = "the trainer has a compute_loss_func, which returns one number"
-    elif "_loss_function" in vars(model):
-        reason = f"{type(model).__name__} was given a loss_function, which returns one number"
-    elif name != "ForSequenceClassificationLoss" and name not in _SHIFTED:
-        reason = f"{type(model).__name__} has a loss of another kind than classes or tokens"
-    elif getattr(config, "is_encoder_decoder", False):
-        reason = f"{type(model).__name__} makes its decoder's inputs of the labels"
-    elif getattr(config, "output_router_logits", False):
-        reason = f"the loss of {type(model).__name__} has a term of its router's"
-    else:
-        smoothing = trainer.args.label_smoothing_factor
-        if name not in _SHIFTED:
-            return partial(_class_losses, config, smoothing), unit or "row"
-        losses = partial(_token_losses, _SHIFTED[name], smoothing)
-        return (partial(_of_rows, losses, _SHIFTED[name]) if unit == "row" else losses), unit or "token"
-    raise InvalidInput(
-        f"{reason}, but losses of rows or tokens were needed; give select(trainer, selector, losses_fn=...), a "
-        "function of the model and the inputs that returns them."
-    )
+    model, name, owner = shared.unwrapped(trainer), _loss_name(trainer), _owner_of_loss(trainer)
+    config, kind, classes = getattr(model, "config", None), type(model).__name__, "ForSequenceClassificationLoss"
+    reasons = {
+        f"{owner} has a compute_loss of its own, in whose place select would stand": owner is not None,
+        "the trainer has a compute_loss_func, which returns one number": trainer.compute_loss_func is not None,
+        f"{kind} was given a loss_function, which returns one number": "_loss_function" in vars(model),
+        f"{kind} has a loss of another kind than classes or tokens": name != classes and name not in _SHIFTED,
+        f"{kind} makes its decoder's inputs of the labels": getattr(config, "is_encoder_decoder", False),
+        f"the loss of {kind} has a term of its router's": getattr(config, "output_router_logits", False),
+    }
+    for reason in (reason for reason, there in reasons.items() if there):
+        raise InvalidInput(
+            f"{reason}, but losses of rows or tokens were needed; give select(trainer, selector, losses_fn=...), a "
+            "function of the model and the inputs that returns them."
+        )
+    smoothing = trainer.args.label_smoothing_factor
+    if name not in _SHIFTED:
+        return partial(_class_losses, config, smoothing), unit or "row"
+    losses = partial(_token_losses, _SHIFTED[name], smoothing)
+    return (partial(_of_rows, losses, _SHIFTED[name]) if unit == "row" else losses), unit or "token"
 
 
 def _owner_of_loss(trainer: Any) -> str | None:
@@ -327,7 +307,6 @@ def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
 
 
 def _refuse_packed(inputs: Mapping[str, Any]) -> None:
-    """Refuse a batch of one row that holds several sequences."""
     positions = inputs.get("position_ids")
     packed = any(name.startswith("cu_seq_lens") or name == "seq_idx" for name in inputs)
     if not packed and isinstance(positions, Tensor) and positions.dim() == 2 and len(positions) == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -22,7 +22,7 @@ from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations import shared
 from rowprop.selection import Context, MaxVariance, PerClass, Stateful, TopK
 from rowprop.selection.base import Selector, asked, check_selector, keep_of
-from rowprop.selection.common import Keep
+from rowprop.selection.selectors import Keep
 
 
 def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
@@ -41,8 +41,8 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
         InvalidInput: ``trainer`` is no SFTTrainer, its model has no backbone of its own, or ``attention`` is unknown.
 
     Cost:
-        One copy of the K hidden states, for whose count the host waits, as TRL's own head does on CUDA. The head costs
-        K tokens, and so does the backward below it until an op mixes tokens.
+        A copy of the K hidden states, for whose count the host waits, as TRL's own head does on CUDA. The head costs K
+        tokens, and so does the backward below it until an op mixes tokens.
 
     Exactness:
         Exact by default, up to the order of sums. ``"cut"`` is biased.
@@ -69,26 +69,20 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
             output.last_hidden_state = pick(hidden, kept.to(hidden.device), attention=attention).unsqueeze(0)
             return output
 
-        hook = self.base_model.register_forward_hook(narrow)
-        try:
+        with self.base_model.register_forward_hook(narrow):
             return whole(*args, shift_labels=following[kept].unsqueeze(0), **kwargs)
-        finally:
-            hook.remove()
 
     functools.update_wrapper(forward, cast(Any, type(model).forward))  # `generate` reads the signature
     model.forward = types.MethodType(forward, model)
 
 
-# --- GRPOTrainer ------------------------------------------------------------------------------------------------------
-
+# The loss types in which an answer without advantage has no gradient, and in which the advantage is a factor.
 _CHECKED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
-"""The loss types in which an answer without advantage has no gradient, and in which the advantage is a factor."""
-
+# The entries of a batch that do not change the model's forward of an answer.
 _ROWWISE = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch",
     "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", "tool_mask",
 }  # fmt: skip
-"""The entries of a batch that do not change the model's forward of an answer."""
 
 
 def select_answers(
@@ -98,11 +92,11 @@ def select_answers(
 
     Answers whose advantage is exactly 0 (groups that are all right or all wrong), and answers none of whose tokens
     count, leave before the forward of the update; those clipped in all their tokens before the backward below TRL's
-    head. The loss stays TRL's own, over all answers, and so does its gradient. Each micro-batch still has one forward
-    and one backward on each process; one without an answer left runs two tokens.
+    head. Loss and gradient stay TRL's own, over all answers. Each micro-batch still has one forward and one backward on
+    each process; one without an answer left runs two tokens. The handle's ``remove()`` gives the trainer's own back.
 
     All metrics stay TRL's, but ``entropy`` is the mean over the tokens that went through the forward, and in
-    ``vespo/phi_seq_mean`` the other answers count as if the policy had not moved. Also logged, over all processes, are
+    ``vespo/phi_seq_mean`` the other answers count as if the policy had not moved. Also logged, over all processes:
     ``forwarded`` and ``kept``, the shares of the answers that the forward and the backward ran for.
 
     Args:
@@ -110,17 +104,13 @@ def select_answers(
         selector: Chooses among all answers of a generation, of all processes, by their advantages; the others leave
             before the forward. Classes are the prompts: ``PerClass(RandomRows(0.5))`` keeps half of the answers to
             each. Default None: no more answers leave than have no gradient.
-        advantages: ``"all"`` (default): TRL's stay. ``"kept"``: normalised, as ``scale_rewards`` says, over a prompt's
-            selected answers.
-
-    Returns:
-        The handle, whose ``remove()`` gives the trainer its own training back.
+        advantages: ``"all"`` (default): TRL's. ``"kept"``: normalised by ``scale_rewards`` over a prompt's kept ones.
 
     Raises:
         MissingExtra: TRL is not installed, or is older than 1.16.
         InvalidInput: ``trainer`` is no GRPOTrainer or selects already, or ``selector`` is none.
         UnsupportedOperation: A term of the loss reaches answers without advantage (``beta``, an entropy bonus, a
-            quantile of the entropies, a router's loss, a loss of a subclass), or the setting is not checked: images,
+            quantile of the entropies, a router's loss, a loss of a subclass), or a setting was not checked: images,
             DeepSpeed, tensor, context or sequence parallelism.
 
     Cost:
@@ -128,9 +118,9 @@ def select_answers(
         ratios can be clipped, one look at the gradient of the hidden states. A selector needs the advantages gathered.
 
     Exactness:
-        Without a selector exact, up to the order of sums, for a model whose forward treats each answer alone and
-        without dropout. A selected answer's advantage is multiplied by its weight times the number of answers, so an
-        unbiased selector keeps the expected gradient.
+        Without a selector exact, up to the order of sums, for a model whose forward treats each answer alone, without
+        dropout. A selected answer's advantage is multiplied by its weight times the number of answers: an unbiased
+        selector keeps the expected gradient.
 
     References:
         Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300 (GRPO).
@@ -145,33 +135,30 @@ def select_answers(
         raise InvalidInput("select_answers got advantages='kept' without a selector; give one, or leave it out.")
     if selector is not None:
         check_selector("select_answers", selector)
-    reaching = {  # answers without advantage
+    unchecked, each_alone = "which was not checked", trainer.multi_objective_aggregation != "sum_then_normalize"
+    unfit = {  # what may give answers without advantage a gradient
         f"beta={trainer.beta}, a divergence from the reference": trainer.beta != 0.0,
         "an entropy bonus": trainer._entropy_bonus_enabled,
         f"top_entropy_quantile={trainer.top_entropy_quantile}, of all tokens": trainer.top_entropy_quantile < 1.0,
         "a loss of the experts' router": trainer.aux_loss_enabled,
         "a loss of its own in a subclass": type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss,
-        f"loss_type={trainer.loss_type!r}, which was not checked": trainer.loss_type not in _CHECKED,
+        f"loss_type={trainer.loss_type!r}, {unchecked}": trainer.loss_type not in _CHECKED,
+        f"DeepSpeed, or tensor, context or sequence parallelism, {unchecked}": shared.splits_rows(trainer),
+        f"a model of images, {unchecked}": trainer._is_vlm,
+        f"rewards normalised each by itself and advantages='kept', {unchecked}": each_alone and advantages == "kept",
     }
-    for term in (term for term, there in reaching.items() if there):
+    for term in (term for term, there in unfit.items() if there):
         needed = "answers without advantage were needed that have no gradient"
-        remedy = "train without that term, or without select_answers."
+        remedy = "train without it, or without select_answers."
         raise UnsupportedOperation(f"select_answers got a trainer with {term}, but {needed}; {remedy}")
-    aggregated = advantages == "kept" and trainer.multi_objective_aggregation != "sum_then_normalize"
-    if shared.splits_rows(trainer) or trainer._is_vlm or aggregated:
-        raise UnsupportedOperation(
-            "select_answers got a trainer with DeepSpeed, a model of images, tensor, context or sequence parallelism, "
-            "or advantages='kept' where each reward is normalised for itself, none of which was checked; train "
-            "without it, or without select_answers."
-        )
     return SelectedAnswers(trainer, selector, advantages)
 
 
 def pods(trainer: Any, *, keep: Keep = 0.25) -> SelectedAnswers:
     """Have a GRPOTrainer train by PODS: on the answers to each prompt whose rewards have the largest variance.
 
-    Advantages are normalised within the kept answers. Errors and the handle are those of :func:`select_answers`; in
-    training, one answer to each prompt is refused.
+    Advantages are normalised within the kept answers; errors and the handle are those of :func:`select_answers`. One
+    answer to each prompt is refused in training.
 
     Args:
         trainer: As for :func:`select_answers`.
@@ -231,9 +218,8 @@ class SelectedAnswers:
             "_get_per_token_logps_and_entropies": self._logps_and_entropies,
         }
         if selector is not None:
-            replaced["_calculate_rewards"] = self._calculate_rewards
-            replaced["_generate_and_score_completions"] = self._generate
-            replaced |= shared.with_state(trainer, self._state, self._resume)
+            own = {"_calculate_rewards": self._calculate_rewards, "_generate_and_score_completions": self._generate}
+            replaced |= own | shared.with_state(trainer, self._state, self._resume)
         self._own = shared.Replaced(trainer, replaced)
 
     def remove(self) -> None:
@@ -298,8 +284,7 @@ class SelectedAnswers:
             logps = stand_in + F.pad(logps - logps.detach(), (0, shape[1] - 1, 0, shape[0] - 1))
         return logps, torch.zeros_like(stand_in), aux
 
-    @contextlib.contextmanager
-    def _looked_at(self) -> Generator[None]:
+    def _looked_at(self) -> contextlib.AbstractContextManager[object]:
         """Have the backward below the head run for the answers with a gradient there; the others are clipped."""
 
         def arrive(grad: Tensor, layout: Layout) -> RowSlice | None:
@@ -319,11 +304,7 @@ class SelectedAnswers:
                 output.last_hidden_state = hook_gradient(hidden, Layout(0, len(hidden)), arrive)
             return output
 
-        hook = shared.unwrapped(self._trainer).base_model.register_forward_hook(look)
-        try:
-            yield
-        finally:
-            hook.remove()
+        return shared.unwrapped(self._trainer).base_model.register_forward_hook(look)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Remember the reward of each answer of all processes; NaN where nobody gave one."""

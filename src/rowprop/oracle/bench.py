@@ -27,21 +27,17 @@ USUAL = 5  # steps of most verifications; more run where an engine differs
 
 @dataclass(frozen=True)
 class Ran:
-    """The gradients of one step, and the state in which it left the model, before the step was undone.
-
-    ``changed`` names the parameters that the backward itself gave other values; ``dtype`` is the coarsest that the
-    graph computes in, ``shape`` that of all losses, and ``seen`` what the context around the backward yielded.
-    """
+    """The gradients of one step, and the state in which it left the model, before the step was undone."""
 
     grads: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
     rng: list[Tensor]
     drew: bool
-    changed: list[str]
-    dtype: torch.dtype
+    changed: list[str]  # parameters that the backward itself gave other values
+    dtype: torch.dtype  # the coarsest that the graph computes in
     record: Record
-    shape: torch.Size
-    seen: Any
+    shape: torch.Size  # of all losses
+    seen: Any  # what the context around the backward yielded
 
     def other_buffers(self, other: Ran) -> list[str]:
         """Names of the buffers whose values differ in ``other``; NaN equals NaN."""
@@ -103,12 +99,12 @@ class Bench:
             with forward or nullcontext():
                 loss, record = step(self.batch)
             if record.selection.is_everything:
-                raise InvalidInput(
-                    f"verify would keep all {record.num_rows} rows of the batch, where every engine is plain training "
-                    "and there is nothing to check; give a larger batch or a smaller keep."
-                )
+                why = "where every engine is plain training and there is nothing to check"
+                remedy = "give a larger batch or a smaller keep."
+                raise InvalidInput(f"verify would keep all {record.num_rows} rows of the batch, {why}; {remedy}")
             check_graph(loss)
-            dtype = _coarsest_dtype(loss)
+            dtypes = {entry.dtype.to_real() for node in graph(loss.grad_fn) for entry in node._input_metadata}
+            dtype = max((kind for kind in dtypes if kind.is_floating_point), key=lambda kind: torch.finfo(kind).eps)
             with backward(loss) if backward else nullcontext() as seen:
                 cast(Any, loss * scale if scale != 1 else loss).backward()
             rng = rng_states(self.devices)
@@ -124,8 +120,3 @@ class Bench:
         # Autocast remembers low-precision copies of the weights together with the graph of this step.
         torch.clear_autocast_cache()
         return ran
-
-
-def _coarsest_dtype(loss: Tensor) -> torch.dtype:
-    seen = {entry.dtype.to_real() for node in graph(loss.grad_fn) for entry in node._input_metadata}
-    return max((dtype for dtype in seen if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)

@@ -9,18 +9,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowprop.engines import CUT, PROJECTED, Engine, Masked, Sliced, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Ran
-from rowprop.oracle.detached import Detached
 from rowprop.oracle.results import Comparison, ParameterError, Status
 from rowprop.state import evaluating
 
+# Largest relative error that is rounding, by the coarsest dtype that the backward computes in.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest relative error that is rounding, by the coarsest dtype that the backward computes in."""
 TF32_TOLERANCE = TOLERANCES[torch.float16]  # TF32 has as many bits of mantissa
 NEXT_TO_NOTHING = 1e-2  # of the largest gradient: the errors of smaller ones are measured against so much
 ROUNDING = 10  # times the oracle's own rounding error a parameter may be off, or the tolerance if that is larger
@@ -42,8 +42,23 @@ class Yardstick:
 
     @classmethod
     def measured(cls, oracle: Ran, again: Ran, tolerance: float) -> Yardstick:
-        """Measure the oracle's rounding errors on two runs of it that round differently."""
-        _check_oracle(oracle)
+        """Measure the oracle's rounding errors on two runs of it that round differently, if it can be compared with."""
+        if oracle.changed:
+            raise InvalidInput(
+                f"The backward itself changed {oracle.changed[0]} (an optimizer inside a hook?) but verify needs one "
+                "that only computes gradients; remove such hooks first. The old values were put back."
+            )
+        grads = {name: grad for name, grad in oracle.grads.items() if grad is not None}
+        if len(zero_gradients(oracle)) == len(grads):
+            raise InvalidInput(
+                "No parameter gets a gradient other than zero from the kept rows, so there is nothing to compare; "
+                "check that losses_fn runs this model and that its parameters require gradients."
+            )
+        for name, grad in grads.items():
+            if not bool(_wide(grad).isfinite().all()):
+                raise InvalidInput(
+                    f"The plain gradient of {name} is not finite; check the batch and the losses' scale."
+                )
         errors = cls(tolerance, {}).compare("", oracle, again).errors
         worst = max(errors, key=lambda entry: entry.error)
         if worst.error > math.sqrt(tolerance):
@@ -75,26 +90,7 @@ def zero_gradients(oracle: Ran) -> list[str]:
     return [name for name, grad in oracle.grads.items() if grad is not None and not bool(_wide(grad).any())]
 
 
-def _check_oracle(oracle: Ran) -> None:
-    """Refuse an oracle with which nothing can be compared."""
-    if oracle.changed:
-        raise InvalidInput(
-            f"The backward itself changed {oracle.changed[0]} (an optimizer inside a hook?) but verify needs one that "
-            "only computes gradients; remove such hooks first. The old values were put back."
-        )
-    grads = {name: grad for name, grad in oracle.grads.items() if grad is not None}
-    if len(zero_gradients(oracle)) == len(grads):
-        raise InvalidInput(
-            "No parameter gets a gradient other than zero from the kept rows, so there is nothing to compare; check "
-            "that losses_fn runs this model and that its parameters require gradients."
-        )
-    for name, grad in grads.items():
-        if not bool(_wide(grad).isfinite().all()):
-            raise InvalidInput(f"The plain gradient of {name} is not finite; check the batch and the losses' scale.")
-
-
 def _error(grad: Tensor | None, other: Tensor | None, scale: float) -> tuple[float, str | None]:
-    """The relative error, or infinity and the problem."""
     if grad is None:
         return math.inf, "a gradient, where the oracle has none"
     if other is None:
@@ -124,7 +120,6 @@ def cosine(oracle: Ran, found: Ran) -> float:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """As a dense tensor in at least float32."""
     tensor = tensor.detach()
     tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -134,8 +129,7 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-Judgement = tuple[Status, str, list[Comparison]]
-"""The status of an engine, the reason for it, and the comparisons on which it rests."""
+Judgement = tuple[Status, str, list[Comparison]]  # of an engine, the reason, and the comparisons on which it rests
 
 
 def judge(
@@ -158,10 +152,9 @@ def judge(
 def _judge_cut(
     bench: Bench, yardstick: Yardstick, engine: Sliced, oracle: Ran, found: Ran, first: Comparison
 ) -> Judgement:
-    """Say whether the approximation of ``attention="cut"`` is the only difference.
+    """Say whether ``attention="cut"`` is the only difference: the oracle runs again with keys and values detached.
 
-    The oracle runs again with keys and values detached, which it cannot do to attention that a model writes as matrix
-    products: then the other rules are compared alone, under ``attention="exact"``.
+    It cannot do so to attention that a model writes as matrix products: then the other rules are compared alone.
     """
     selected = oracle.record.selection
     kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
@@ -185,10 +178,10 @@ def _judge_cut(
 
 
 def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparison) -> Judgement:
-    """Say whether the approximation of ``batchnorm="rows"`` is the only difference.
+    """Say whether ``batchnorm="rows"`` is the only difference, by two comparisons without it.
 
-    Without it are two comparisons: with BatchNorm's statistics held constant, where everything upstream stays sliced
-    and every other rule is exercised; and under ``batchnorm="exact"``, the model's own gradient.
+    With BatchNorm's statistics held constant everything upstream stays sliced, and every other rule is exercised; under
+    ``batchnorm="exact"`` the gradient is the model's own.
     """
     constant = bench.run(Masked(), backward=lambda _: ConstantStatistics())
     if constant.seen.calls:
@@ -221,6 +214,47 @@ def _judge_second_forward(
     return "by design", second_forward_differs(drew=oracle.drew, batch_statistics=statistics) or "", both
 
 
+class Detached:
+    """A context in which attention detaches keys and values at the tokens that are not kept, within one sequence.
+
+    It stands in the place of ``torch.nn.functional.scaled_dot_product_attention``, which nn.MultiheadAttention calls as
+    well. ``kept`` has the shape of the losses: ``(N, T)``, ``(N, H, W)`` or flattened. The loss of token ``t`` comes
+    from position ``t``; behind those with a loss sequences may have more positions, one where losses are flattened.
+    """
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+        self.calls = 0
+
+    def __enter__(self) -> Detached:
+        self._replaced = F.scaled_dot_product_attention  # the user's own, where it is patched
+        F.scaled_dot_product_attention = self.attend
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        F.scaled_dot_product_attention = self._replaced
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As ``scaled_dot_product_attention``, with keys and values detached."""
+        kept = self._of(key.shape[0], query.shape[-2])
+        if key.ndim > 2 and key.shape[-2] == query.shape[-2] and kept is not None:
+            self.calls += 1
+            here = kept.view(-1, *[1] * (key.ndim - 3), key.shape[-2], 1)
+            key, value = (torch.where(here, tensor, tensor.detach()) for tensor in (key, value))
+        return self._replaced(query, key, value, *args, **kwargs)
+
+    def _of(self, rows: int, length: int) -> Tensor | None:
+        """Which positions of these sequences are kept, ``(rows, length)``; None if the losses are of others."""
+        if self.kept.ndim > 1:
+            kept = self.kept.flatten(1)
+        elif self.kept.numel() in (rows * length, rows * (length - 1)):
+            kept = self.kept.view(rows, -1)
+        else:
+            return None
+        more = length - kept.shape[1]
+        return F.pad(kept, (0, more)) if more >= 0 and kept.shape[0] == rows else None
+
+
 class ConstantStatistics(TorchDispatchMode):
     """Runs the backward of BatchNorm as if the statistics of its batch were constants: each row for itself."""
 
@@ -244,10 +278,10 @@ class ConstantStatistics(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
+# Each op's places of gradient, input, weight, mean, inverse deviation, epsilon, training flag and output mask.
 _PLACES = (0, 1, 2, 5, 6, 8, 7, 9)
 _TRAINING_BATCHNORM: dict[Any, tuple[int | None, ...]] = {
     _aten.native_batch_norm_backward.default: _PLACES,
     _aten.batch_norm_backward.default: _PLACES,
     _aten.cudnn_batch_norm_backward.default: (1, 0, 2, 5, 6, 7, None, None),
 }
-"""Each op's places of gradient, input, weight, mean, inverse deviation, epsilon, training flag and output mask."""

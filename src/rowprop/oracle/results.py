@@ -16,21 +16,15 @@ Status = Literal["exact", "by design", "disagrees"]
 class ParameterError:
     """How far one parameter's gradient is from the oracle's.
 
-    Attributes:
-        name: As in ``model.named_parameters()``.
-        error: Largest absolute difference over ``scale``; infinity where the two gradients cannot be compared.
-        scale: The largest absolute entry of the oracle's gradient of this parameter, at least 1e-2 of the largest entry
-            of all its gradients: a gradient of rounding errors alone (the bias of attention's keys) has no own size.
-        allowed: The largest error with which the gradient agrees: the tolerance, at least ten times the oracle's own
-            rounding error, which is large where a gradient's terms cancel (a bias before BatchNorm).
-        problem: Why the two gradients cannot be compared (one is missing or not finite), else None.
+    One of rounding errors alone (the bias of attention's keys) has no own size, so ``scale`` has a floor. Rounding is
+    large where a gradient's terms cancel (a bias before BatchNorm), so more of it is ``allowed``.
     """
 
-    name: str
-    error: float
-    scale: float
-    allowed: float
-    problem: str | None = None
+    name: str  # as in ``model.named_parameters()``
+    error: float  # largest absolute difference over ``scale``; infinity where the two cannot be compared
+    scale: float  # the oracle's largest absolute entry, at least 1e-2 of the largest entry of all its gradients
+    allowed: float  # the tolerance, at least ten times the oracle's own rounding error
+    problem: str | None = None  # why the two cannot be compared (one is missing or not finite), else None
 
     @property
     def agrees(self) -> bool:
@@ -40,15 +34,10 @@ class ParameterError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One engine's gradients beside the oracle's, under the same conditions.
+    """One engine's gradients beside the oracle's, under the same conditions."""
 
-    Attributes:
-        conditions: The conditions of both, e.g. ``"as it is"``.
-        errors: One entry per parameter with a gradient in either; those that disagree first, then the largest error.
-    """
-
-    conditions: str
-    errors: list[ParameterError]
+    conditions: str  # e.g. "as it is"
+    errors: list[ParameterError]  # with a gradient in either; those that disagree first, then the largest error
 
     @property
     def agrees(self) -> bool:
@@ -78,8 +67,7 @@ class Verification:
         num_kept: K.
         tolerance: Largest relative error that counts as agreeing.
         dtype: The coarsest dtype that the backward computes in.
-        comparisons: The first is under the conditions asked for. Where it disagrees, the others leave out what may
-            differ by design.
+        comparisons: First under the conditions asked for; where it disagrees, also without what differs by design.
         zero_gradients: Names of the parameters whose gradient is zero in the oracle: most mistakes leave it zero.
         drawn: Names of the parameters that were zero and were drawn anew for the comparison, see :func:`verify`.
         cosine: Between the engine's gradient and the oracle's under the conditions asked for, all parameters together.
@@ -156,10 +144,8 @@ class Verification:
         if self.drawn:
             said += f" Parameters that are zero stop the gradient: {len(self.drawn)} were drawn anew for this."
         if zero:
-            said += (
-                f" The gradients of {zero} of {count} parameters are zero on these rows, where most mistakes do not "
-            )
-            said += "show: verify another batch, or the model after some training." if zero > count / 2 else "show."
+            said += f" The gradients of {zero} of {count} parameters are zero on these rows, where most mistakes do not"
+            said += " show: verify another batch, or the model after some training." if zero > count / 2 else " show."
         return self.engine + said
 
     @property
@@ -169,7 +155,6 @@ class Verification:
         return f"{self.num_kept} of {self.num_rows} {self.unit}s for {ratio}{''.join(densified)}"
 
     def _wrong(self, allowed: str) -> Iterator[str]:
-        """What disagrees: gradients, and the state that is left."""
         off = next((c for c in self.comparisons[1:] if not c.agrees), self.comparisons[0])
         if not off.agrees:
             wrong = sum(not entry.agrees for entry in off.errors)

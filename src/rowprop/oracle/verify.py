@@ -23,7 +23,7 @@ from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance, zero
 from rowprop.oracle.results import Verification
 from rowprop.scoring import LossesFn
 from rowprop.selection.base import Context, Selection, Selector
-from rowprop.selection.common import count_kept, mean_of
+from rowprop.selection.selectors import count_kept, mean_of
 
 
 def verify(
@@ -49,9 +49,9 @@ def verify(
     are not kept under ``attention="cut"``, dropout and training BatchNorm under ``recompute``. Where such an engine
     differs, verify compares again without the documented difference, so that it cannot hide a wrong rule.
 
-    A parameter that is zero, as a new head or half of an adapter may be, stops the gradient, and zeros are equal
-    whatever the rules do. So where a gradient is zero, verify draws all parameters that are zero anew (normal, 0.1
-    wide), and names them in ``drawn``; gradients that are zero then too are in ``zero_gradients``.
+    A parameter that is zero, as a new head may be, stops the gradient, and zeros are equal whatever the rules do. So
+    where a gradient is zero, verify draws all parameters that are zero anew (normal, 0.1 wide), and names them in
+    ``drawn``; gradients that are zero then too are in ``zero_gradients``.
 
     Args:
         model: An ``nn.Module``, compiled by ``torch.compile`` or not. It is checked in the modes it is in.
@@ -66,12 +66,12 @@ def verify(
             indexing whose keys and values are detached at the tokens that are not kept, where the model calls
             ``scaled_dot_product_attention`` and the loss of token ``t`` comes from position ``t``. Elsewhere the other
             rules are compared alone, under ``"exact"``, and the verdict says so.
-        unit: ``"row"`` (default) or ``"token"``: losses of shape ``(N, T)``, or of any other, whose tokens all count as
-            rows in ``keep``, ``rows``, N and K.
+        unit: ``"row"`` (default) or ``"token"``: losses of any shape, whose tokens count as rows in ``keep``, ``rows``,
+            N and K.
         seed: Seed of the random rows. Default 0.
         tolerance: Largest relative error that counts as agreeing, unless the oracle's own rounding is more than a tenth
-            of it. Default None: 1e-10 in float64, 1e-5 in float32, 1e-2 in float16 and where CUDA may use TF32, 5e-2 in
-            bfloat16, by the coarsest dtype in the backward.
+            of it. Default None, by the coarsest dtype in the backward: 1e-10 in float64, 1e-5 in float32, 1e-2 in
+            float16 and where CUDA may use TF32, 5e-2 in bfloat16.
         tick: Called before each step with a line on the step and the fraction of all work done. Default None.
 
     Returns:
@@ -85,8 +85,7 @@ def verify(
     Cost:
         Four training steps, a fifth where something densified, one more where parameters are drawn anew, and one to
         five more where the engine differs; one copy of parameters and buffers, three of gradients. Parameters, buffers,
-        gradients, modes, the batch's gradients and the random state are put back; other state that a forward changes
-        stays changed.
+        gradients, the batch's too, modes and the random state are put back; what else a forward changes is not.
 
     Note:
         Upstream of a densified op both gradients are dense and agree by themselves: no rule is exercised there.
@@ -109,7 +108,11 @@ def verify(
     checked = Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
     bench = Bench(model, batch, losses_fn, _selector(keep, rows, seed), unit, tick)
     oracle = bench.run(Masked())
-    blocking = _zero_parameters(model) if zero_gradients(oracle) else {}
+    blocking: dict[str, Tensor] = {}
+    if zero_gradients(oracle):  # all parameters that are zero, and plain tensors, so that they can be drawn
+        plain = {name: p.detach() for name, p in model.named_parameters() if type(p) is nn.Parameter}
+        dense = {name: p for name, p in plain.items() if p.layout == torch.strided and p.numel()}
+        blocking = {name: p for name, p in dense.items() if not bool(p.any())}
     with _drawn(list(blocking.values())):
         if blocking:
             oracle = bench.run(Masked())
@@ -159,12 +162,6 @@ def _selector(keep: float, rows: Tensor | None, seed: int) -> Selector:
         return mean_of(kept.to(scores.device), scores)
 
     return select
-
-
-def _zero_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are zero in every entry, and plain tensors, so that they can be drawn."""
-    parameters = {name: p.detach() for name, p in model.named_parameters() if type(p) is nn.Parameter}
-    return {name: p for name, p in parameters.items() if p.layout == torch.strided and p.numel() and not bool(p.any())}
 
 
 @contextmanager

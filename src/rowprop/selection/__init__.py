@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from rowprop.selection.base import Context, KnownKeep, Selection, Selector, Stateful, selector
-from rowprop.selection.drawn import ImportanceSampling, PercentileSampling, RandomRows, RankSampling
-from rowprop.selection.fixed import AboveMean, Everything, LossMass, MaxVariance, Nonzero, Threshold, TopBottom, TopK
+from rowprop.selection.selectors import (
+    AboveMean,
+    Everything,
+    ImportanceSampling,
+    LossMass,
+    MaxVariance,
+    Nonzero,
+    PercentileSampling,
+    RandomRows,
+    RankSampling,
+    Threshold,
+    TopBottom,
+    TopK,
+)
 from rowprop.selection.wrapped import MultipleOf, OverAll, PerClass
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rowprop.checks import (
     check_callable,
-    check_flag,
+    check_choice,
     check_function,
     check_generator,
     check_tensor,
@@ -144,8 +144,8 @@ class Selection:
 
     def __post_init__(self) -> None:
         check_whole("Selection", "num_rows", self.num_rows, 0)
-        check_flag("Selection", "even", self.even)
-        check_flag("Selection", "unbiased", self.unbiased)
+        for name in ("even", "unbiased"):
+            check_choice("Selection", name, getattr(self, name), (False, True))
         check_tensor("Selection", "rows", self.rows)
         check_tensor("Selection", "weights", self.weights)
         if self.rows.dim() != 1 or self.rows.dtype != torch.int64:
@@ -213,7 +213,6 @@ def _even(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_numbers(selection: Selection) -> None:
-    """Refuse numbers that are not as promised."""
     rows, weights, num_rows = selection.rows, selection.weights, selection.num_rows
     if rows.numel() == 0 or rows.is_meta:
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 from rowprop.checks import check_entries, check_whole
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Context, Selection, Selector, Stateful, asked, check_selector, keep_of, unread
-from rowprop.selection.common import Checked, hardest_first, mean_of, weights_dtype
+from rowprop.selection.selectors import Checked, hardest_first, mean_of, weights_dtype
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,14 @@ class Around(Checked):
         elif state:
             raise InvalidInput(f"{owner} got the entries {sorted(state)} but {self.selector!r} remembers nothing.")
 
-    def _select(self, scores: Tensor, context: Context) -> Selection:
-        return asked(self.selector, scores, context)
-
 
 @dataclass(frozen=True)
 class MultipleOf(Around):
     """Round the count of a selector up to a multiple, with the hardest of the other rows: tensor cores want 8.
 
-    Biased; each kept row counts ``1/K``, whatever weights the selector inside gave.
-
-    Args:
-        selector: Any selector whose selections are not unbiased: rows added by their score would make them biased.
-        multiple_of: The count becomes a multiple of it, at most N; 1 or more; default 8. No rows stay no rows.
+    The count becomes a multiple of ``multiple_of``, 1 or more, default 8, and at most N; no rows stay no rows. Biased;
+    each kept row counts ``1/K``, whatever weights the selector inside gave. Unbiased selections are refused: rows added
+    by their score would make them biased.
 
     Example:
         >>> from rowprop.selection import MultipleOf
@@ -68,7 +63,7 @@ class MultipleOf(Around):
         check_whole("MultipleOf", "multiple_of", self.multiple_of, 1)
 
     def _choose(self, scores: Tensor, context: Context) -> Selection:
-        chosen = self._select(scores, context)
+        chosen = asked(self.selector, scores, context)
         if chosen.unbiased:
             remedy = "rows added because they are hard would make it biased; round the batch size instead."
             raise InvalidInput(f"MultipleOf got an unbiased selection from {self.selector!r}, but {remedy}")
@@ -84,10 +79,7 @@ class MultipleOf(Around):
 class OverAll(Around):
     """Weigh each kept row ``1/N``, as in the mean over all rows: a row that is left out counts as nothing.
 
-    Biased: the step is the plain one less the gradient of the rows left out.
-
-    Args:
-        selector: Any selector whose weights are ``1/K``; others are refused.
+    Biased: the step is the plain one less the gradient of the rows left out. Weights other than ``1/K`` are refused.
 
     Example:
         >>> from rowprop.selection import OverAll
@@ -96,7 +88,7 @@ class OverAll(Around):
     """
 
     def _choose(self, scores: Tensor, context: Context) -> Selection:
-        chosen = self._select(scores, context)
+        chosen = asked(self.selector, scores, context)
         if not chosen.even:
             remedy = "weights of 1/K were needed; use the selector as it is."
             raise InvalidInput(f"OverAll got a selection with weights of its own from {self.selector!r}, but {remedy}")
@@ -108,11 +100,8 @@ class PerClass(Around):
     """Select within each class of the batch, so that none is left out because its rows are easy.
 
     The classes come with the batch, ``selective(batch, classes=labels)``, or with the context. Each class's weights are
-    multiplied by its share of the rows, so every class counts as in the batch, and the bias is that of the selector.
-
-    Args:
-        selector: Any selector, called once per class; fractions in it are of the rows of a class. Its memory, where it
-            has one, is shared by the classes.
+    multiplied by its share of the rows, so every class counts as in the batch, and the bias is that of the selector. It
+    is called once per class: fractions in it are of the rows of a class, and the classes share its memory.
 
     Example:
         >>> from rowprop.selection import Context
@@ -126,7 +115,7 @@ class PerClass(Around):
         _, counts = cast("tuple[Tensor, Tensor]", labels.values.unique_consecutive(return_counts=True))
         sizes = cast("list[int]", counts.tolist())
         by_class = cast("tuple[Tensor, ...]", labels.indices.to(scores.device, non_blocking=True).split(sizes))
-        chosen = [self._select(scores[members], context.at(members)) for members in by_class]
+        chosen = [asked(self.selector, scores[members], context.at(members)) for members in by_class]
         rows = torch.cat([members[each.rows] for members, each in zip(by_class, chosen, strict=True)]).sort()
         weights = torch.cat([each.weights * (each.num_rows / scores.numel()) for each in chosen])
         weights = weights.to(weights_dtype(scores))[rows.indices]

@@ -15,8 +15,8 @@ from rowprop.selection.base import Selection
 class Record:
     """The record of one step.
 
-    In a step with ``unit="token"`` a row is a token, and N is the number of tokens that count. The repr shows the
-    losses, for which the host waits for the device. :meth:`to_dict` is for loggers.
+    In a step with ``unit="token"`` a row is a token, and N is the number of tokens that count. The repr waits for the
+    device, to show the losses. :meth:`to_dict` is for loggers.
 
     Attributes:
         step: Number of the step, from 0.
@@ -63,13 +63,10 @@ class Record:
     def to_dict(self) -> dict[str, int | float | str]:
         """Return the step as plain numbers and texts under flat names, as loggers take them.
 
-        Returns:
-            ``step``, ``loss_all``, ``loss_kept``, ``num_kept``, ``num_rows``, ``num_kept_all_ranks``, ``imbalance``,
-            ``engine``, ``reason``, ``ready``, ``contributed``, and with ``timing=True`` also ``score_s``, ``forward_s``
-            and ``select_s``. A loss that nobody knows is NaN.
-
-        Cost:
-            The host waits for the device, to read the two losses. Call it in the steps that are logged.
+        They are ``step``, ``loss_all``, ``loss_kept``, ``num_kept``, ``num_rows``, ``num_kept_all_ranks``,
+        ``imbalance``, ``engine``, ``reason``, ``ready``, ``contributed``, and with ``timing=True`` ``score_s``,
+        ``forward_s`` and ``select_s``. A loss that nobody knows is NaN. The host waits for the device, to read the two
+        losses: call it in the steps that are logged.
 
         Example:
             >>> losses_fn = lambda model, batch: model(batch).squeeze(1).square()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,8 @@ from rowprop.host import mark, readable, timed, waits
 from rowprop.schedule import Schedule
 from rowprop.scoring import LossesFn, Scored, Scorer, per_row, score_without_graph
 from rowprop.selection import Context, Selection, Selector, Stateful
-from rowprop.selection.base import asked, check_fits, check_selector, keep_of, mean_unread, unread
-from rowprop.selection.common import NotFinite, hardest_first, weights_dtype
+from rowprop.selection.base import OfScores, asked, check_fits, check_selector, keep_of, mean_unread, unread
+from rowprop.selection.selectors import NotFinite, every_row, hardest_first, weights_dtype
 from rowprop.state import device_of
 from rowprop.step.record import Record
 from rowprop.step.small import warn_if_too_small
@@ -43,36 +42,12 @@ OnNonFinite = Literal["error", "drop", "keep"]
 _OWNER = "SelectiveBackprop"
 
 
-@dataclass(frozen=True, eq=False)
-class Settings:
-    """What a step was given; nothing in it changes, but the memories of its parts."""
-
-    model: Any
-    losses_fn: LossesFn
-    selector: Selector
-    scorer: Scorer | None
-    schedule: Schedule | None
-    total_steps: int | None
-    history: LossHistory | None
-    sampler: PruningSampler | None
-    engine: Engine
-    ranks: Ranks | None
-    accumulate_to: int | None
-    nonfinite: OnNonFinite
-    min_rows: int | None
-    generator: torch.Generator | None
-    timing: bool
-    unit: Unit
-    alone: bool  # whether no other process takes part in this one's backwards
-
-
 class SelectiveBackprop:
     """A training step that backpropagates only the rows that a selector keeps.
 
     The returned loss is ``(losses[rows] * weights).sum()``, for most selectors the mean over the kept rows; its
-    ``backward()`` costs what the engine sets. Autocast, gradient scaling, clipping and the optimizer stay in the user's
-    loop. Under DDP or FSDP, give the wrapped model and ``ranks``: each rank then runs the same forwards and a backward
-    whatever it keeps.
+    ``backward()`` costs what the engine sets. Autocast, scaling, clipping and the optimizer stay in the user's loop.
+    Under DDP or FSDP, give the wrapped model and ``ranks``: then all run the same forwards, and a backward in any case.
 
     Args:
         model: The model that ``losses_fn`` is given, usually an ``nn.Module``.
@@ -80,8 +55,8 @@ class SelectiveBackprop:
             With the engine ``recompute`` it is also called on the kept rows alone.
         selector: ``(scores, context)`` to a :class:`rowprop.Selection`, for example :class:`rowprop.TopK`. A batch of
             which the selector is known to keep every row is trained whole, without scoring.
-        scorer: ``(model, batch)``, or ``(model, batch, context)``, to scores of the same shapes, run without a graph
-            and without a trace (:func:`rowprop.scoring.score_without_graph`). Default None: the losses are the scores.
+        scorer: ``(model, batch)``, or ``(model, batch, context)``, to scores of the same shapes, run by
+            :func:`rowprop.scoring.score_without_graph`. Default None: the losses are the scores.
         schedule: Says when rows are selected; else the whole batch is trained. Default None: always. Needs
             ``total_steps``, a sampler, or the progress in each call.
         total_steps: How many calls the training has: progress is ``step / total_steps``. Default None: unknown.
@@ -109,6 +84,8 @@ class SelectiveBackprop:
         unit: ``"row"`` (default): rows are the entries of the batch's first dimension. ``"token"``: ``losses_fn``
             returns a loss per token, of any shape, and the selector chooses among all tokens of the batch that count.
             Needs the engine ``sliced`` or ``masked``, and takes no history.
+
+    The arguments are attributes that stay as they are; a sampler is ``sampler``, and ``history`` the one inside it.
 
     Raises:
         InvalidInput: An argument is out of its range, or in another's place; at a call, the output of ``losses_fn``,
@@ -144,44 +121,32 @@ class SelectiveBackprop:
         timing: bool = False,
         unit: Unit = "row",
     ) -> None:
-        remembered, sampler = _history_of(history)
-        self._settings = Settings(
-            model=model,
-            losses_fn=losses_fn,
-            selector=selector,
-            scorer=scorer,
-            schedule=schedule,
-            total_steps=total_steps,
-            history=remembered,
-            sampler=sampler,
-            engine=engine_of(_OWNER, engine),
-            ranks=ranks,
-            accumulate_to=accumulate_to,
-            nonfinite=nonfinite,
-            min_rows=min_rows,
-            generator=generator,
-            timing=timing,
-            unit=unit,
-            alone=ranks is None and not averages_gradients(model),
-        )
-        _check(self._settings)
+        self.model: Final = model
+        self.losses_fn: Final = losses_fn
+        self.selector: Final = selector
+        self.scorer: Final = scorer
+        self.schedule: Final = schedule
+        self.total_steps: Final = total_steps
+        self.history, self.sampler = _history_of(history)
+        self.engine: Final = engine_of(_OWNER, engine)
+        self.ranks: Final = ranks
+        self.accumulate_to: Final = accumulate_to
+        self.nonfinite: Final = nonfinite
+        self.min_rows: Final = min_rows
+        self.generator: Final = generator
+        self.timing: Final = timing
+        self.unit: Final = unit
+        self._alone = ranks is None and not averages_gradients(model)  # no other process takes part in a backward
+        _check(self)
         self._step = 0
         self._contributed = 0  # rows of all ranks, to the pending optimizer step; always 0 without accumulate_to
         self._trained = (0, 0)  # rows of the sampler's epoch, and the number of that epoch
         self._size_is_known = False
 
-    model = property(attrgetter("_settings.model"), doc="The model.")
-    losses_fn = property(attrgetter("_settings.losses_fn"), doc="The losses function.")
-    selector = property(attrgetter("_settings.selector"), doc="The selector.")
-    scorer = property(attrgetter("_settings.scorer"), doc="The scorer; None without.")
-    schedule = property(attrgetter("_settings.schedule"), doc="The schedule; None without.")
-    total_steps = property(attrgetter("_settings.total_steps"), doc="How many calls the training has; None: unknown.")
-    history = property(attrgetter("_settings.history"), doc="The memory of rows, which a sampler brings; None without.")
-    sampler = property(attrgetter("_settings.sampler"), doc="The sampler that was given as ``history``; None without.")
-    engine = property(attrgetter("_settings.engine"), doc="The engine.")
-    ranks = property(attrgetter("_settings.ranks"), doc="How the ranks select together; None without.")
-    generator = property(attrgetter("_settings.generator"), doc="The selector's randomness; None: torch's own.")
-    timing = property(attrgetter("_settings.timing"), doc="Whether seconds are taken.")
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) and not name.startswith("_"):
+            raise AttributeError(f"{name} stays as it was given; make another SelectiveBackprop.")
+        super().__setattr__(name, value)
 
     @property
     def progress(self) -> float | None:
@@ -200,7 +165,7 @@ class SelectiveBackprop:
         progress: float | None = None,
         counted: Tensor | None = None,
     ) -> tuple[Tensor, Record]:
-        """Run one step's forward and return the loss to call ``backward()`` on.
+        """Run one step's forward and return the loss to call ``backward()`` on, 0-d, at least float32, and its record.
 
         Args:
             batch: The whole batch, N rows.
@@ -213,33 +178,22 @@ class SelectiveBackprop:
             counted: Which tokens count, bool, of the shape of the losses, e.g. ``labels[:, 1:] != -100``; only with
                 ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``; if none counts, loss and
                 gradient are zero. A mask on a device costs one wait, for earlier work. Default None: all count.
-
-        Returns:
-            The loss, 0-d with a graph, at least float32, and the :class:`Record`.
         """
-        settings = self._settings
         context = self._context(batch_index, ids, classes, progress)
-        call = Call(
-            batch=batch,
-            num_rows=rows_of(batch),
-            tokens=tokens_of(counted, settings.unit),
-            context=context,
-            whole=self._whole(context, self._step if batch_index is None else batch_index),
-            seconds={"score": 0.0, "forward": 0.0, "select": 0.0} if settings.timing else None,
-            late=[] if settings.alone else None,  # a rank that raises late has spoilt the others' averaged gradients
-        )
+        whole = self._whole(context, self._step if batch_index is None else batch_index)
+        seconds = {"score": 0.0, "forward": 0.0, "select": 0.0} if self.timing else None
+        late: Late | None = [] if self._alone else None  # a late error has spoilt the gradients of other ranks
+        call = Call(batch, rows_of(batch), tokens_of(counted, self.unit), context, whole, seconds, late)
         if call.num_rows is not None:
             check_fits(context, call.num_rows)
-
-        scored = _score(settings, call)
-        selection, kept_by_rank, loss_all = _select(settings, call, scored, self._contributed)
-        kept = _train(settings, call, scored, selection)
+        scored = _score(self, call)
+        selection, kept_by_rank, loss_all = _select(self, call, scored, self._contributed)
+        kept = _train(self, call, scored, selection)
         if selection.even and selection.num_kept:  # the mean as such, so that it equals a plain loop's
             loss = kept.to(torch.promote_types(kept.dtype, selection.weights.dtype)).mean()
         else:
             loss = (kept * selection.weights).sum()
-        _check_late(loss, call.late, settings.unit)
-
+        _check_late(loss, call.late, self.unit)
         contributed = self._contributed + sum(kept_by_rank)
         record = Record(
             step=self._step,
@@ -249,25 +203,23 @@ class SelectiveBackprop:
             num_kept=selection.num_kept,
             num_rows=selection.num_rows,
             kept_by_rank=kept_by_rank,
-            engine=settings.engine.name,
-            reason=call.whole or f"{settings.engine.name} was asked for",
+            engine=self.engine.name,
+            reason=call.whole or f"{self.engine.name} was asked for",
             seconds=call.seconds,
-            ready=settings.accumulate_to in (None, contributed),
+            ready=self.accumulate_to in (None, contributed),
             contributed=contributed,
-            unit=settings.unit,
+            unit=self.unit,
         )
         self._remember(selection, scored, kept.detach())
         self._contributed = 0 if record.ready else contributed
         self._step += 1
         if not self._size_is_known:
-            self._size_is_known = warn_if_too_small(settings.engine, scored.losses, record)
+            self._size_is_known = warn_if_too_small(self.engine, scored.losses, record)
         return loss, record
 
     def _context(self, index: object, ids: Tensor | None, classes: Tensor | None, progress: float | None) -> Context:
-        """Check what came beside the batch, and put it together."""
         if any(tensor.dim() for tensor in tensors(index)):
-            one = "a batch is one argument: `selective((x, y))`."
-            raise InvalidInput(f"a call got a second batch as batch_index; {one}")
+            raise InvalidInput("a call got a second batch as batch_index; one was needed: `selective((x, y))`.")
         if index is not None:
             check_whole("a call", "batch_index", index, 0)
         known = self.progress if progress is None else progress
@@ -283,7 +235,7 @@ class SelectiveBackprop:
             if not self.schedule.active(progress, index):
                 return f"the whole batch: the schedule is not active in batch {index} at progress {progress:.3f}"
         keeps_all = keep_of(self.selector, context) == 1
-        return f"the whole batch: the selector keeps every {self._settings.unit}" if keeps_all else None
+        return f"the whole batch: the selector keeps every {self.unit}" if keeps_all else None
 
     def _remember(self, selection: Selection, scored: Scores, kept: Tensor) -> None:
         """Give the history the losses of a step, and note how far the sampler's epoch is trained."""
@@ -314,12 +266,11 @@ class SelectiveBackprop:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken, bit for bit.
 
-        Raises:
-            InvalidInput: ``state`` comes from a step with other parts, counts more rows than ``accumulate_to`` asks
-                for, or a part cannot load its own; nothing is loaded then.
+        A state of a step with other parts, with more rows than ``accumulate_to`` asks for, or with one that a part
+        cannot load, raises :class:`rowprop.InvalidInput`, and nothing is loaded.
         """
         before = self.state_dict()
-        _check_state(state, before, self._settings.accumulate_to)
+        _check_state(state, before, self.accumulate_to)
         try:
             self._load(state)
         except Exception as error:  # a part of the user's may fail in any way
@@ -378,9 +329,9 @@ def rows_of(batch: Any) -> int | None:
         return None
 
 
-def _score(settings: Settings, call: Call) -> Scores:
+def _score(step: SelectiveBackprop, call: Call) -> Scores:
     """Stage 1: scores of all rows, by a forward without a graph or by the training forward."""
-    scorer, engine, tokens = settings.scorer, settings.engine, call.tokens
+    scorer, engine, tokens = step.scorer, step.engine, call.tokens
 
     def numbers(name: str, returned: object) -> tuple[Tensor, Tensor | None]:
         """The losses that a function returned, and the scores beside them."""
@@ -394,25 +345,24 @@ def _score(settings: Settings, call: Call) -> Scores:
     scores = known = losses = None
     if call.whole is None and (scorer is not None or not engine.one_forward):
         with timed(call.seconds, "score"):
-            function = cast("Any", settings.losses_fn if scorer is None else scorer)
+            function = cast("Any", step.losses_fn if scorer is None else scorer)
             if scorer is not None and wants_context(scorer):
                 function = partial(scorer, context=call.context)
             mode = engine.scoring if isinstance(engine, Recompute) else "train"
-            returned = score_without_graph(function, settings.model, call.batch, mode=mode)
+            returned = score_without_graph(function, step.model, call.batch, mode=mode)
             found, scores = numbers("losses_fn" if scorer is None else "scorer", returned)
             scores = found if scores is None else scores
             known = found if scorer is None else None
     if call.whole is not None or engine.one_forward:
         with timed(call.seconds, "forward"):
-            losses, beside = numbers("losses_fn", settings.losses_fn(settings.model, call.batch))
+            losses, beside = numbers("losses_fn", step.losses_fn(step.model, call.batch))
             known = losses.detach()
             if scores is None:
                 scores = known if beside is None else beside.detach()
-
     scores, context = cast("Tensor", scores), call.context
     if call.num_rows is None and tokens is None:  # nobody could say before how many there are
         check_fits(context, scores.numel())
-    scores = scores.to((device_of(settings.model, call.batch) or "cpu") if known is None else known.device)
+    scores = scores.to((device_of(step.model, call.batch) or "cpu") if known is None else known.device)
     if known is not None and known is not scores:  # a row without a finite loss has no score either
         scores = torch.where(known.isfinite(), scores, torch.nan)
     if tokens is not None:
@@ -423,72 +373,67 @@ def _score(settings: Settings, call: Call) -> Scores:
 
 
 def _select(
-    settings: Settings, call: Call, scored: Scores, contributed: int
+    step: SelectiveBackprop, call: Call, scored: Scores, contributed: int
 ) -> tuple[Selection, tuple[int, ...], Tensor]:
     """Stage 2: the rows that contribute, how many of each rank do, and the mean loss of all rows of all ranks."""
 
     def choose(scores: Tensor, context: Context) -> Selection:
         selecting = call.whole is None and scores.numel() > 0  # of tokens none may count
-        return select_finite(settings, settings.selector if selecting else _all_rows, scores, context, call.late)
+        return select_finite(step, step.selector if selecting else OfScores(every_row), scores, context, call.late)
 
     with timed(call.seconds, "select"):
         scores, context = scored.scores, scored.context
         finite = scores.isfinite()
-        loss_all = mean_loss(settings, scored.known, finite)
-        if settings.ranks is None:
+        loss_all = mean_loss(step, scored.known, finite)
+        if step.ranks is None:
             share = alone(choose(scores, context))
         else:
-            refuse_join(settings.model)
+            refuse_join(step.model)
             num_rows = torch.full_like(finite.sum(), finite.numel())
-            usable = finite.sum() if settings.nonfinite == "drop" else num_rows
+            usable = finite.sum() if step.nonfinite == "drop" else num_rows
             facts = torch.stack([usable.double(), loss_all.double(), num_rows.double()])
-            share = settings.ranks.share(scores, context, choose, facts)
+            share = step.ranks.share(scores, context, choose, facts)
             if share.facts is not None:
-                loss_all = mean_over_ranks(settings, share.facts).to(loss_all.dtype)
-        selection, kept_by_rank = within_quota(settings, share, contributed)
-        if settings.history is not None:
-            factors = settings.history.weights_of(cast("Tensor", context.ids)).to(selection.weights)
+                loss_all = mean_over_ranks(step, share.facts).to(loss_all.dtype)
+        selection, kept_by_rank = within_quota(step, share, contributed)
+        if step.history is not None:
+            factors = step.history.weights_of(cast("Tensor", context.ids)).to(selection.weights)
             selection = unread(selection.rows, selection.weights * factors[selection.rows], selection.num_rows)
     return selection, kept_by_rank, loss_all
 
 
-def _train(settings: Settings, call: Call, scored: Scores, selection: Selection) -> Tensor:
+def _train(step: SelectiveBackprop, call: Call, scored: Scores, selection: Selection) -> Tensor:
     """Stage 3: the losses of the rows that contribute, ``(K,)``, with a graph whose backward pays for them."""
 
     def forward(rows: Tensor) -> Tensor:
         part = call.batch if run.is_everything else take(call.batch, rows)
-        return per_row("losses_fn", settings.losses_fn(settings.model, part), rows.numel())
+        return per_row("losses_fn", step.losses_fn(step.model, part), rows.numel())
 
     with timed(call.seconds, "select"):
-        run, places = widened(settings, selection, scored.scores)
+        run, places = widened(step, selection, scored.scores)
         if call.tokens is not None:
             run = call.tokens.placed(run)
     with timed(call.seconds, "forward"):
         if run.is_everything and scored.losses is not None:
             kept = scored.losses  # nothing to pick from
         else:
-            kept = settings.engine.kept_losses(run, scored.losses, forward)
+            kept = step.engine.kept_losses(run, scored.losses, forward)
         if places is not None:
             kept = kept[places]
         if scored.losses is None:
-            check_trained(settings, kept, selection, call.late)
+            check_trained(step, kept, selection, call.late)
     return kept
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------
 
 
-def _all_rows(scores: Tensor, context: Context) -> Selection:
-    rows = torch.arange(scores.numel(), device=scores.device)
-    return mean_unread(rows, scores.numel(), weights_dtype(scores), unbiased=True)
-
-
 def select_finite(
-    settings: Settings, selector: Selector, scores: Tensor, context: Context, late: Late | None = None
+    step: SelectiveBackprop, selector: Selector, scores: Tensor, context: Context, late: Late | None = None
 ) -> Selection:
     """Have a selector choose among the rows of ``scores`` ``(N,)`` that ``nonfinite`` allows."""
     finite = scores.isfinite()
-    if settings.nonfinite == "keep":  # their score is infinite, so they rank first
+    if step.nonfinite == "keep":  # their score is infinite, so they rank first
         try:
             return asked(selector, torch.where(finite, scores, torch.inf), context)
         except NotFinite:  # the selector chooses among the others, and they are added
@@ -496,47 +441,47 @@ def select_finite(
             if rows.numel() > 0:
                 kept[rows[asked(selector, scores[rows], context.at(rows)).rows]] = True
             return mean_unread(kept.nonzero().squeeze(1), scores.numel(), weights_dtype(scores))
-    if late is not None and settings.nonfinite == "error" and waits(finite):
+    if late is not None and step.nonfinite == "error" and waits(finite):
         late.append(_sent(finite))
         try:
             return asked(selector, scores, context)
         except NotFinite:
-            raise _not_finite(finite, settings.unit) from None
+            raise _not_finite(finite, step.unit) from None
     if bool(finite.all()):
         return asked(selector, scores, context)
-    if settings.nonfinite == "error":
-        raise _not_finite(finite, settings.unit)
+    if step.nonfinite == "error":
+        raise _not_finite(finite, step.unit)
     rows = finite.nonzero().squeeze(1)
     if rows.numel() == 0:
-        raise _none_finite(f"All {scores.numel()} {settings.unit}s")
+        raise _none_finite(f"All {scores.numel()} {step.unit}s")
     chosen = asked(selector, scores[rows], context.at(rows))
     return unread(rows[chosen.rows], chosen.weights, scores.numel(), even=chosen.even, unbiased=chosen.unbiased)
 
 
-def mean_loss(settings: Settings, losses: Tensor | None, finite: Tensor) -> Tensor:
+def mean_loss(step: SelectiveBackprop, losses: Tensor | None, finite: Tensor) -> Tensor:
     """Mean loss of the rows that count, 0-d, at least float32; NaN where nobody knows the losses."""
     if losses is None:
         return torch.full((), torch.nan, device=finite.device)
-    if settings.nonfinite != "drop":
+    if step.nonfinite != "drop":
         return losses.mean(dtype=weights_dtype(losses))
     return torch.where(finite, losses, 0).sum(dtype=weights_dtype(losses)) / finite.sum()  # indexing would wait
 
 
-def mean_over_ranks(settings: Settings, facts: Tensor) -> Tensor:
+def mean_over_ranks(step: SelectiveBackprop, facts: Tensor) -> Tensor:
     """Mean loss of all ranks from each one's number of usable rows, its mean loss and its N, shape ``(W, 3)``."""
     counts, means, sizes = facts.unbind(1)
-    if settings.nonfinite == "drop" and bool(((counts == 0) & (sizes > 0)).any()):
-        raise _none_finite(f"All {settings.unit}s of rank {int(torch.where(sizes > 0, counts, torch.inf).argmin())}")
+    if step.nonfinite == "drop" and bool(((counts == 0) & (sizes > 0)).any()):
+        raise _none_finite(f"All {step.unit}s of rank {int(torch.where(sizes > 0, counts, torch.inf).argmin())}")
     return torch.where(counts > 0, means * counts, 0).sum() / counts.sum()  # of no token the mean is NaN
 
 
-def within_quota(settings: Settings, share: Share, contributed: int) -> tuple[Selection, tuple[int, ...]]:
+def within_quota(step: SelectiveBackprop, share: Share, contributed: int) -> tuple[Selection, tuple[int, ...]]:
     """The rows that the pending optimizer step still needs, scaled to a mean over B rows; and how many of each rank."""
-    chosen, counts, target = share.selection, share.kept_by_rank, settings.accumulate_to
+    chosen, counts, target = share.selection, share.kept_by_rank, step.accumulate_to
     if target is None:
         return chosen, counts
     if not share.even:
-        own = f"a selection with weights of its own from {settings.selector!r}"
+        own = f"a selection with weights of its own from {step.selector!r}"
         raise InvalidInput(f"{_OWNER} got accumulate_to={target} and {own}, but weights of 1/K were needed.")
     left = target - contributed  # the ranks come in their order, as rows do
     within = tuple(min(count, max(0, left - sum(counts[:rank]))) for rank, count in enumerate(counts))
@@ -544,11 +489,11 @@ def within_quota(settings: Settings, share: Share, contributed: int) -> tuple[Se
     return unread(chosen.rows[:count], chosen.weights[:count] * scale, chosen.num_rows), within
 
 
-def widened(settings: Settings, selection: Selection, scores: Tensor) -> tuple[Selection, Tensor | None]:
+def widened(step: SelectiveBackprop, selection: Selection, scores: Tensor) -> tuple[Selection, Tensor | None]:
     """Add rows up to ``min_rows``, for BatchNorm and for ranks; and where the kept ones are among them, None: all."""
-    least = settings.min_rows
+    least = step.min_rows
     if least is None:  # two rows are enough for any model, and a search through the modules takes time
-        least = 2 if selection.num_kept < 2 and uses_batch_statistics(settings.model) else 1
+        least = 2 if selection.num_kept < 2 and uses_batch_statistics(step.model) else 1
     least = min(least, selection.num_rows)
     if selection.num_kept >= least:
         return selection, None
@@ -561,19 +506,19 @@ def widened(settings: Settings, selection: Selection, scores: Tensor) -> tuple[S
     return mean_unread(rows, selection.num_rows, selection.weights.dtype), torch.searchsorted(rows, selection.rows)
 
 
-def check_trained(settings: Settings, kept: Tensor, selection: Selection, late: Late | None = None) -> None:
+def check_trained(step: SelectiveBackprop, kept: Tensor, selection: Selection, late: Late | None = None) -> None:
     """Refuse non-finite losses that scoring did not see: another mode, other dropout masks, a scorer."""
-    if settings.nonfinite == "keep":
+    if step.nonfinite == "keep":
         return
     finite = kept.detach().isfinite()
-    wait = late is None or settings.nonfinite == "drop" or not waits(finite)
+    wait = late is None or step.nonfinite == "drop" or not waits(finite)
     if wait and bool(finite.all()):
         return
     everything = torch.ones(selection.num_rows, dtype=torch.bool, device=finite.device)
     everything[selection.rows] = finite
     if wait:
         unseen = "scoring did not see it; score by the losses, in the mode of training."
-        raise _not_finite(everything, settings.unit, unseen if settings.nonfinite == "drop" else None)
+        raise _not_finite(everything, step.unit, unseen if step.nonfinite == "drop" else None)
     cast("Late", late).append(_sent(everything))
 
 
@@ -621,7 +566,6 @@ def _not_finite(finite: Tensor, unit: Unit, remedy: str | None = None) -> Invali
 
 
 def _history_of(given: object) -> tuple[LossHistory | None, PruningSampler | None]:
-    """The history, and the sampler that brought it."""
     if given is None:
         return None, None
     from rowprop.history import LossHistory, PruningSampler  # only here: most steps have none
@@ -633,9 +577,8 @@ def _history_of(given: object) -> tuple[LossHistory | None, PruningSampler | Non
     return given, None
 
 
-def _check(settings: Settings) -> None:
-    """Check what a step was given."""
-    model, losses_fn, selector, scorer = settings.model, settings.losses_fn, settings.selector, settings.scorer
+def _check(step: SelectiveBackprop) -> None:
+    model, losses_fn, selector, scorer = step.model, step.losses_fn, step.selector, step.scorer
     modules = [isinstance(given, nn.Module) for given in (model, losses_fn, selector)]
     moved = "scores" in _arguments(losses_fn)[:1] or "model" in _arguments(selector)[:1]
     if moved or (any(modules) and not modules[0]):
@@ -645,23 +588,21 @@ def _check(settings: Settings) -> None:
     if scorer is not None:
         needed = "a function of the model and the batch, and of a context if it is called so, was needed."
         check_function(_OWNER, "scorer", scorer, 3 if wants_context(scorer) else 2, needed)
-    for name, kind, needed in (
-        ("schedule", Schedule, "an instance of Schedule was needed."),
-        ("ranks", Ranks, "rowprop.distributed.Local() or Global() was needed."),
-    ):
-        if (value := getattr(settings, name)) is not None and not isinstance(value, kind):
-            raise wrong(_OWNER, name, value, needed, kind=True)
+    if not isinstance(cast("object", step.schedule), Schedule | None):
+        raise wrong(_OWNER, "schedule", step.schedule, "an instance of Schedule was needed.", kind=True)
+    if not isinstance(cast("object", step.ranks), Ranks | None):
+        raise wrong(_OWNER, "ranks", step.ranks, "rowprop.distributed.Local() or Global() was needed.", kind=True)
     for name in ("total_steps", "accumulate_to", "min_rows"):
-        if (value := getattr(settings, name)) is not None:
+        if (value := getattr(step, name)) is not None:
             check_whole(_OWNER, name, value, 1, "a whole number, 1 or more, was needed; None is the default.")
-    check_choice(_OWNER, "nonfinite", settings.nonfinite, ("error", "drop", "keep"))
-    check_choice(_OWNER, "timing", settings.timing, (False, True))
-    check_choice(_OWNER, "unit", settings.unit, ("row", "token"))
-    if settings.unit == "token" and settings.history is not None:
+    check_choice(_OWNER, "nonfinite", step.nonfinite, ("error", "drop", "keep"))
+    check_choice(_OWNER, "timing", step.timing, (False, True))
+    check_choice(_OWNER, "unit", step.unit, ("row", "token"))
+    if step.unit == "token" and step.history is not None:
         raise InvalidInput(f"{_OWNER} got unit='token' with a history, but tokens have no ids; leave the history out.")
-    if settings.unit == "token" and not settings.engine.one_forward:
-        raise wrong(_OWNER, "engine", settings.engine, "tokens need an engine with one forward; take 'sliced'.")
-    if settings.accumulate_to is not None and settings.ranks is None and not settings.alone:
+    if step.unit == "token" and not step.engine.one_forward:
+        raise wrong(_OWNER, "engine", step.engine, "tokens need an engine with one forward; take 'sliced'.")
+    if step.accumulate_to is not None and step.ranks is None and averages_gradients(model):
         needed = "all ranks must be ready together; give ranks=rowprop.distributed.Local() or Global()."
         raise InvalidInput(f"{_OWNER} got accumulate_to with a {type(model).__name__} and no ranks, but {needed}")
 

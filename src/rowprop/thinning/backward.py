@@ -58,7 +58,8 @@ class ThinnedBackward:
         drawn = any(worth.draws(place) and control.share(place) < 1 for place in control.shares)
         self.measures_weights = not worth.pause and control.measures_weights(number, drawn)
         self.supposes = self.measures_weights and not drawn
-        self.measures_norms = self.measures_weights or control.measures_norms(number, worth.measured_often)
+        often = worth.pause > 0 or not worth.idle  # rows are drawn, or a trial runs, which without numbers is in vain
+        self.measures_norms = self.measures_weights or control.measures_norms(number, often)
 
     def watch(self, rows: RowSet) -> None:
         """Have the parts of the weight gradients measured that these rows, and all made of them, have below here."""

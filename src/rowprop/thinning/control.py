@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rowprop.thinning.saved import EACH, check_form
+from rowprop.checks import check_whole, is_number, shown
+from rowprop.errors import InvalidInput
 
 RENEWED_AFTER = 8  # backwards after which the shares are renewed; in the beginning when as many have passed as before
 # Up to twice so many backwards the norms are measured in each, then for so many in half of them, for so many in a
@@ -38,6 +39,8 @@ SHARES = (
     1, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5,
     0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01,
 )  # fmt: skip
+OWNER = "Thinning.load_state_dict"
+EACH = "*"  # in the form of a saved state: the form of all entries, whatever their names
 WIDEST = 64.0  # a factor that measurements tell stays between this and its reciprocal
 
 
@@ -258,3 +261,36 @@ def one_in(every: int, number: int) -> bool:
 def count_of(share: float, rows: int, step: int) -> int:
     """How many rows, or pairs, a share of them is, in steps of ``step``; at least 1."""
     return step * max(1, ceil(share * rows / step - 1e-9))
+
+
+# --- saved states -----------------------------------------------------------------------------------------------------
+
+
+def check_form(name: str, value: Any, form: Any) -> None:
+    """Refuse a part of a saved state that has another form.
+
+    A form is a mapping or a list of forms; True for a flag; an integer for a count; a number for numbers of 0 or more;
+    and a positive number for positive ones.
+    """
+    kind, same = type(form).__name__, type(value) is type(form)
+    if kind == "dict":
+        if not same or not (EACH in form or set(value) == set(form)):
+            raise _refused(name, value, f"a mapping with {', '.join(form)}")
+        for key, held in value.items():
+            check_form(f"{name}.{key}", held, form.get(EACH, form.get(key)))
+    elif kind == "list":
+        if not same or len(value) != len(form):
+            raise _refused(name, value, f"a list of {len(form)} numbers")
+        for one, like in zip(value, form, strict=True):
+            check_form(name, one, like)
+    elif kind == "bool":
+        if not same:
+            raise _refused(name, value, "True or False")
+    elif kind == "int":
+        check_whole(OWNER, name, value, 0)
+    elif not is_number(value) or value < 0 or (form and not value):
+        raise _refused(name, value, "a positive number" if form else "a number of 0 or more")
+
+
+def _refused(name: str, value: object, needed: str) -> InvalidInput:
+    return InvalidInput(f"{OWNER} got {name}={shown(value)} but {needed} was needed; save and load the state whole.")

@@ -27,14 +27,14 @@ from rowprop.errors import InvalidInput
 from rowprop.host import readable
 from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.blocks import blocks_of
-from rowprop.thinning.control import Control, carried
+from rowprop.thinning.control import OWNER, Control, carried
 from rowprop.thinning.drawn import thinned
-from rowprop.thinning.saved import OWNER
 from rowprop.thinning.weights import Pairs, share_of
 from rowprop.thinning.worth import Worth
 
 BEHIND = 2  # backwards after which the numbers of one are read off a device: they are there by then, so nobody waits
 VERSION = 2  # of the saved state
+_handles = count()  # numbers the handles of this process: draws at blocks of one model must not depend on each other
 
 
 def thin(
@@ -50,7 +50,8 @@ def thin(
     On the gradient's way back, after each block, rows are drawn with probabilities in proportion to the norms of their
     gradients, and divided by their probabilities. The others leave the gradient, so the blocks below cost the drawn
     rows, in every op that treats rows alike. Large weight gradients of linear layers, sums over pairs of a row and a
-    token, are summed over pairs that are drawn likewise. The training loop stays as it is.
+    token, are summed over pairs that are drawn likewise. The training loop stays as it is. The handle that comes back
+    tells of the last backward by ``record``, gives exact gradients by ``paused()``, and ends it by ``remove()``.
 
     Args:
         model: The model. It may be wrapped already, as by DistributedDataParallel.
@@ -67,29 +68,18 @@ def thin(
             equal draws depend on each other, and the expectation is off. Default None: one of its own, seeded from
             ``torch.initial_seed()``, the rank and the handle's number in this process.
 
-    Returns:
-        A handle: ``handle.record`` tells of the last backward, ``handle.paused()`` gives exact gradients,
-        ``handle.remove()`` ends it.
-
-    Raises:
-        InvalidInput: A value out of range, a block that is not in the model, no block found, or a thinned model.
-
     Exact are the forward, the gradients above the last block, and all gradients in evaluation mode, under
     ``create_graph=True``, under ``torch.func`` transforms, and in compiled regions. All others are right on average;
     below BatchNorm in training mode nearly, see ``docs/thinning.md``. Rows are the entries of the dimension that has
-    the size of the model's first input tensor; an output without one is left alone.
+    the size of the model's first input tensor; an output without one is left alone. Source: VCAS (Wang et al., ICLR
+    2024, arXiv:2402.17227), whose control needs six further passes. A value out of range, a block that is not in the
+    model, no block found and a thinned model raise :class:`rowprop.InvalidInput`.
 
     Where draws cost more than they save, by the shares and the graph's sizes and never by a clock, ``tau`` draws none
-    and tries again later; ``handle.record.reason`` says it. ``keep=`` always draws.
-
-    Cost:
-        One pass over the gradient of each block's output and some arithmetic on the rows' norms, without a wait for the
-        device. Without ``keep=``, the 2nd, 4th, 8th and 16th backward and then one in 20 measures each row's part of
-        the weight gradients, sliced even where all rows are kept: .05 of a step of 128 rows in a transformer of width
-        384, and .13 in one of width 96.
-
-    Source:
-        VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes.
+    and tries again later; ``handle.record.reason`` says it. ``keep=`` always draws. A draw costs one pass over the
+    gradient of each block's output and some arithmetic on the rows' norms, without a wait for the device. Without
+    ``keep=``, the 2nd, 4th, 8th and 16th backward and then one in 20 measures each row's part of the weight gradients,
+    sliced even where all rows are kept: .05 of a step of 128 rows in a transformer of width 384, .13 with width 96.
 
     Example:
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
@@ -110,7 +100,10 @@ def thin(
     found = blocks_of(model, blocks)
     if _is_thinned(model, "_forward_pre_hooks") or any(_is_thinned(each, "_forward_hooks") for each in found.values()):
         raise InvalidInput("thin got a model that is thinned already; call remove() of the handle that it has.")
-    return Thinning(model, found, Control(keep, tau), generator or own_generator())
+    if generator is None:
+        apart = 0x9E3779B9 * next(_handles)  # by far more than there are ranks; a generator takes 32 bits of its seed
+        generator = torch.Generator().manual_seed((torch.initial_seed() + own_rank() + apart) % 2**63)
+    return Thinning(model, found, Control(keep, tau), generator)
 
 
 @dataclass(frozen=True)
@@ -144,9 +137,8 @@ class ThinRecord:
     def to_dict(self) -> dict[str, float | str]:
         """Return the numbers under flat names, as loggers take them.
 
-        Returns:
-            ``thin/keep`` (the mean of the blocks) and ``thin/variance`` (their sum), both also for each block, as in
-            ``thin/keep/encoder.0``; ``thin/ratio``, ``thin/saved``, ``thin/pairs``, ``thin/passes``, ``thin/reason``.
+        They are ``thin/keep`` (the mean of the blocks) and ``thin/variance`` (their sum), both also for each block, as
+        in ``thin/keep/encoder.0``; ``thin/ratio``, ``thin/saved``, ``thin/pairs``, ``thin/passes``, ``thin/reason``.
         """
         mean = sum(self.keep.values()) / len(self.keep) if self.keep else 1.0
         flat: dict[str, float | str] = {"thin/keep": mean, "thin/variance": sum(self.variance.values())}
@@ -175,9 +167,7 @@ class _Forward:
 class Thinning:
     """The handle that :func:`rowprop.thin` returns.
 
-    Attributes:
-        blocks: Names of the blocks after which the gradient is thinned.
-        record: A :class:`ThinRecord` of the last backward.
+    ``blocks`` are the names of the blocks after which it thins, ``record`` is the :class:`ThinRecord` of a backward.
     """
 
     def __init__(
@@ -233,8 +223,7 @@ class Thinning:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the handle would have that returned this state.
 
-        Raises:
-            InvalidInput: An entry is missing, impossible or of another version of rowprop; nothing is loaded then.
+        An entry that is missing, impossible or of another version of rowprop is refused, and nothing is loaded.
         """
         check_entries(OWNER, state, ["control", "worth", "pairs", "generator"])
         if not isinstance(state.get("version"), int) or state["version"] != VERSION:
@@ -467,12 +456,3 @@ def _replaced(function: Callable[[Tensor], Tensor], output: Any) -> Any:
         for tensor in tensors(output):
             function(tensor)
     return output
-
-
-_handles = count()  # numbers the handles of this process: draws at blocks of one model must not depend on each other
-
-
-def own_generator() -> torch.Generator:
-    """A generator seeded from ``torch.initial_seed()``, the rank, and how many this process has made before."""
-    apart = 0x9E3779B9 * next(_handles)  # by far more than there are ranks; a generator takes 32 bits of its seed
-    return torch.Generator().manual_seed((torch.initial_seed() + own_rank() + apart) % 2**63)

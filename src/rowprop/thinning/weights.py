@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rowprop.host import readable
-from rowprop.thinning.control import count_of, moved, one_in
+from rowprop.thinning.control import EACH, check_form, count_of, moved, one_in
 from rowprop.thinning.draw import draw, inclusion, needed
-from rowprop.thinning.saved import EACH, check_form
 from rowprop.thinning.squares import norms_over
 
 # Norms and draw of one product take about as long as these FLOPs: 0.8 ms on a core of a CPU, whose caches are full of

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from rowprop.thinning.control import RENEWED_AFTER
-from rowprop.thinning.saved import EACH, check_form
+from rowprop.thinning.control import EACH, RENEWED_AFTER, check_form
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,6 @@ class Worth:
     def idle(self) -> bool:
         """Whether no rows are drawn at any place."""
         return len(self.left) == len(self.works) > 0
-
-    @property
-    def measured_often(self) -> bool:
-        """Whether numbers are needed soon: rows are drawn, or a trial runs, which without them ends as before."""
-        return self.pause > 0 or not self.idle
 
     def draws(self, place: str) -> bool:
         """Whether rows are drawn at a place."""

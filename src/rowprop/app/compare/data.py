@@ -5,9 +5,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import re
 import urllib.request
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,9 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.app.compare import wordnet
-from rowprop.app.extras import require
-from rowprop.app.lookup import load_object
+from rowprop.app.lookup import load_object, require
 from rowprop.engines import Unit
 from rowprop.errors import InvalidInput, foreign
 from rowprop.files import write_whole
@@ -35,6 +36,26 @@ FASHION_MNIST_SHA256 = {
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
+# A row of WordNet is one gloss, its class one of 45 lexicographer files; or several glosses, to predict tokens.
+DEBIAN_WORDNET = Path("/usr/share/wordnet")
+WORDNET_FILES = ("data.noun", "data.verb", "data.adj", "data.adv")
+# In the order of their numbers, lexnames(5WN).
+WORDNET_CLASSES = (
+    "adj.all", "adj.pert", "adv.all", "noun.Tops", "noun.act", "noun.animal", "noun.artifact", "noun.attribute",
+    "noun.body", "noun.cognition", "noun.communication", "noun.event", "noun.feeling", "noun.food", "noun.group",
+    "noun.location", "noun.motive", "noun.object", "noun.person", "noun.phenomenon", "noun.plant", "noun.possession",
+    "noun.process", "noun.quantity", "noun.relation", "noun.shape", "noun.state", "noun.substance", "noun.time",
+    "verb.body", "verb.change", "verb.cognition", "verb.communication", "verb.competition", "verb.consumption",
+    "verb.contact", "verb.creation", "verb.emotion", "verb.motion", "verb.perception", "verb.possession",
+    "verb.social", "verb.stative", "verb.weather", "adj.ppl",
+)  # fmt: skip
+NUM_WORDS = 8_000  # PADDING and UNKNOWN included
+NUM_TOKENS = 24  # 93 % of the glosses are no longer
+PADDING, UNKNOWN = 0, 1
+NUM_WORDS_TO_PREDICT = 4_000  # PADDING, UNKNOWN and the end of a gloss included; 82 % of the glosses' words
+ROW_TOKENS = 64  # tokens of a row to predict
+OPEN_ROWS = 16  # rows that the next gloss is tried in: 1 leaves 13 % of the tokens to padding, 16 leave 2 %
+_SYNSET = re.compile(r"\d{8} (\d\d) [nvasr] .*?\| (.*)")
 TRAIN_ROWS, TEST_ROWS = 800, 250  # of a text whose next token is predicted; all its rows would take an hour
 
 
@@ -59,7 +80,7 @@ class Dataset:
 
     def counted(self, y: Tensor) -> Tensor:
         """Which entries of ``train_y`` or ``test_y`` count, a mask: tokens after which none follows do not."""
-        return torch.ones_like(y, dtype=torch.bool) if self.unit == "row" else y != wordnet.PADDING
+        return torch.ones_like(y, dtype=torch.bool) if self.unit == "row" else y != PADDING
 
     @property
     def num_inputs(self) -> int:
@@ -83,11 +104,9 @@ class Dataset:
 def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = None, unit: Unit = "row") -> Dataset:
     """Load ``digits``, ``fashion-mnist``, ``wordnet`` or the data of ``module:callable``.
 
-    Args:
-        name: The data. A callable returns ``(train_x, train_y, test_x, test_y)`` and, if it likes, the class names.
-        data_dir: Folder with the files of ``fashion-mnist`` or ``wordnet``. Default None: the usual one.
-        train_rows: How many, after a shuffle that is always the same. Default None: all; of tokens, TRAIN_ROWS.
-        unit: ``"token"`` to predict the next token, of ``wordnet`` alone. Default ``"row"``: rows with classes.
+    A callable returns ``(train_x, train_y, test_x, test_y)`` and, if it likes, the class names. ``data_dir`` holds the
+    files of ``fashion-mnist`` or ``wordnet``, None for the usual folder. Of a shuffle that is always the same the first
+    ``train_rows`` are used, by default all; of tokens, TRAIN_ROWS. The unit ``"token"`` is for ``wordnet`` alone.
 
     Raises:
         InvalidInput: The name is unknown or no text, a file is missing or corrupt, or shapes disagree.
@@ -113,7 +132,13 @@ def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = 
         chosen = _shuffled(rows)[:train_rows]
         parts = {part: getattr(data, part)[chosen] for part in ("train_x", "train_y", "train_ids")}
         data = replace(data, **parts, train_texts=_at(data.train_texts, chosen) if data.train_texts else ())
-    return _standardised(data) if data.num_words is None else data
+    if data.num_words is not None:
+        return data
+    train_x, test_x = data.train_x.float(), data.test_x.float()
+    if not bool(torch.isfinite(train_x).all() and torch.isfinite(test_x).all()):
+        raise InvalidInput(f"the rows of {data.name} hold values that are not finite; clean the data first.")
+    mean, deviation = train_x.mean(), train_x.std().clamp_min(1e-6)
+    return replace(data, train_x=(train_x - mean) / deviation, test_x=(test_x - mean) / deviation)
 
 
 def _shuffled(rows: int) -> Tensor:
@@ -122,14 +147,6 @@ def _shuffled(rows: int) -> Tensor:
 
 def _at(texts: Sequence[str], rows: Tensor) -> tuple[str, ...]:
     return tuple(texts[int(row)] for row in rows)
-
-
-def _standardised(data: Dataset) -> Dataset:
-    train_x, test_x = data.train_x.float(), data.test_x.float()
-    if not bool(torch.isfinite(train_x).all() and torch.isfinite(test_x).all()):
-        raise InvalidInput(f"the rows of {data.name} hold values that are not finite; clean the data first.")
-    mean, deviation = train_x.mean(), train_x.std().clamp_min(1e-6)
-    return replace(data, train_x=(train_x - mean) / deviation, test_x=(test_x - mean) / deviation)
 
 
 def _digits(_: Path | None) -> Dataset:
@@ -150,26 +167,18 @@ def _fashion_mnist(data_dir: Path | None) -> Dataset:
 
 def read_idx(path: Path) -> Tensor:
     """Read one gzipped IDX file of bytes, uint8, or say what is wrong with it."""
-    if not path.is_file():
-        raise InvalidInput(
-            f"the data file {path} does not exist; fashion-mnist is four files named "
-            f"{', '.join(f'{stem}.gz' for stem in FASHION_MNIST_SHA256)} in one folder (--data-dir)."
-        )
-    try:
+    names = ", ".join(f"{stem}.gz" for stem in FASHION_MNIST_SHA256)
+    with reading(path, f"fashion-mnist is four files named {names} in one folder (--data-dir)."):
         content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise InvalidInput(f"the data file {path} is corrupt ({error}); fetch it again.") from error
-    dims = content[3] if len(content) >= 4 else 0
-    if content[:3] != b"\x00\x00\x08" or dims not in (1, 3):
-        raise InvalidInput(f"the data file {path} is corrupt (not an IDX file of bytes); fetch it again.")
-    start = 4 + 4 * dims
-    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
-    if prod(shape) == 0 or len(content) != start + prod(shape):
-        raise InvalidInput(
-            f"the data file {path} is corrupt (its header promises {prod(shape)} bytes for shape {shape}, "
-            f"{max(0, len(content) - start)} are there); fetch it again."
-        )
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
+        dims = content[3] if len(content) >= 4 else 0
+        if content[:3] != b"\x00\x00\x08" or dims not in (1, 3):
+            raise ValueError("not an IDX file of bytes")
+        start = 4 + 4 * dims
+        shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
+        found = max(0, len(content) - start)
+        if prod(shape) == 0 or found != prod(shape):
+            raise ValueError(f"its header promises {prod(shape)} bytes for shape {shape}, {found} are there")
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
 
 
 def _downloaded_fashion_mnist() -> Path:
@@ -195,37 +204,31 @@ def _downloaded_fashion_mnist() -> Path:
 
 def _read_wordnet(data_dir: Path | None) -> tuple[tuple[str, ...], tuple[str, ...], Tensor, Tensor, Tensor]:
     """Glosses to train and to test on, their classes, and the places of the former; every tenth is for testing."""
-    glosses, numbers = wordnet.read_glosses(data_dir or wordnet.DEBIAN_WORDNET)
+    glosses, numbers = read_glosses(data_dir or DEBIAN_WORDNET)
     order, classes = _shuffled(len(glosses)), torch.tensor(numbers)
     test, train = order[: len(glosses) // 10], order[len(glosses) // 10 :]
     return _at(glosses, train), _at(glosses, test), classes[train], classes[test], train
 
 
 def _wordnet_tokens(name: str, data_dir: Path | None) -> Dataset:
-    """WordNet's glosses side by side in rows; the vocabulary is the training glosses'."""
     if name != "wordnet":
         raise InvalidInput(f"the model predicts the next token of a text, but {name} has classes; use --data wordnet.")
     train_texts, test_texts, *_ = _read_wordnet(data_dir)
-    vocabulary = wordnet.vocabulary(train_texts, wordnet.NUM_WORDS_TO_PREDICT - 1)
+    vocabulary = numbered(train_texts, NUM_WORDS_TO_PREDICT - 1)
     end = len(vocabulary) + 2
-    train_rows = wordnet.packed(train_texts, vocabulary, end)
-    test_rows = wordnet.packed(test_texts, vocabulary, end)[:TEST_ROWS]
+    train = packed(train_texts, vocabulary, end)
+    test = packed(test_texts, vocabulary, end)[:TEST_ROWS]
     names = ("(padding)", "(unknown word)", *vocabulary, "(end)")
-    return Dataset(
-        name, train_rows[:, :-1], train_rows[:, 1:], test_rows[:, :-1], test_rows[:, 1:], names,
-        torch.arange(len(train_rows)), num_words=end + 1,
-    )  # fmt: skip
+    places = torch.arange(len(train))
+    return Dataset(name, train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:], names, places, num_words=end + 1)
 
 
 def _wordnet(data_dir: Path | None) -> Dataset:
-    """WordNet's glosses and their classes; the vocabulary is the training glosses'."""
     train_texts, test_texts, train_y, test_y, train = _read_wordnet(data_dir)
-    vocabulary = wordnet.vocabulary(train_texts)
-    train_x, test_x = wordnet.encode(train_texts, vocabulary), wordnet.encode(test_texts, vocabulary)
-    return Dataset(
-        "wordnet", train_x, train_y, test_x, test_y, wordnet.CLASSES, train, train_texts,
-        num_words=len(vocabulary) + 2,
-    )  # fmt: skip
+    vocabulary = numbered(train_texts)
+    train_x, test_x = encode(train_texts, vocabulary), encode(test_texts, vocabulary)
+    words, classes = len(vocabulary) + 2, WORDNET_CLASSES
+    return Dataset("wordnet", train_x, train_y, test_x, test_y, classes, train, train_texts, num_words=words)
 
 
 def _from_callable(name: str) -> Dataset:
@@ -261,28 +264,99 @@ def _whole(classes: Tensor, what: str) -> Tensor:
 
 def _check_dense(what: str, values: Tensor) -> None:
     if values.is_complex() or values.layout != torch.strided:
-        raise InvalidInput(
-            f"the {what} are {values.dtype}, {values.layout}, but a dense tensor of real numbers was needed."
-        )
+        kind = f"{values.dtype}, {values.layout}"
+        raise InvalidInput(f"the {what} are {kind}, but a dense tensor of real numbers was needed.")
 
 
 def _check(data: Dataset) -> None:
-    """Refuse rows and classes that do not belong together."""
     for part, x, y in (("training", data.train_x, data.train_y), ("test", data.test_x, data.test_y)):
         if y.dim() != 1 or x.dim() < 2 or len(x) != len(y) or len(y) == 0:
-            raise InvalidInput(
-                f"the {part} rows of {data.name} have shape {tuple(x.shape)} and their classes {tuple(y.shape)}; "
-                "needed are rows (M, C, ...) and classes (M,), at least one."
-            )
+            shapes = f"have shape {tuple(x.shape)} and their classes {tuple(y.shape)}"
+            needed = "needed are rows (M, C, ...) and classes (M,), at least one."
+            raise InvalidInput(f"the {part} rows of {data.name} {shapes}; {needed}")
         _check_dense(f"{part} rows of {data.name}", x)
-        low, high = int(y.min()), int(y.max())
-        if low < 0 or high >= len(data.class_names):
-            raise InvalidInput(
-                f"the {part} classes of {data.name} run from {low} to {high}, but {len(data.class_names)} classes "
-                f"are named: 0 to {len(data.class_names) - 1}."
-            )
-    if data.train_x.shape[1:] != data.test_x.shape[1:]:
-        raise InvalidInput(
-            f"a training row of {data.name} has shape {tuple(data.train_x.shape[1:])} and a test row "
-            f"{tuple(data.test_x.shape[1:])}; one model must take both."
-        )
+        low, high, classes = int(y.min()), int(y.max()), len(data.class_names)
+        if low < 0 or high >= classes:
+            named = f"{classes} classes are named: 0 to {classes - 1}."
+            raise InvalidInput(f"the {part} classes of {data.name} run from {low} to {high}, but {named}")
+    one, other = tuple(data.train_x.shape[1:]), tuple(data.test_x.shape[1:])
+    if one != other:
+        rows = f"a training row of {data.name} has shape {one} and a test row {other}"
+        raise InvalidInput(f"{rows}; one model must take both.")
+
+
+@contextmanager
+def reading(path: Path, needed: str) -> Generator[None]:
+    """Refuse a data file that is missing, in a sentence that ends with ``needed``, or that the block cannot read."""
+    if not path.is_file():
+        raise InvalidInput(f"the data file {path} does not exist; {needed}")
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InvalidInput(f"the data file {path} is corrupt ({error}); fetch it again.") from error
+
+
+def read_glosses(folder: Path) -> tuple[list[str], list[int]]:
+    """Each synset's gloss, untrusted text, and its class, a place in WORDNET_CLASSES; as the files and lines have them.
+
+    A file that is missing, is not UTF-8, or has a line that is no synset is refused. wndb(5WN) has the files' format;
+    Miller, "WordNet: A Lexical Database for English", 1995.
+    """
+    glosses: list[str] = []
+    classes: list[int] = []
+    remedy = (
+        "install Debian's package (apt-get install wordnet-base), or name a folder that holds them with --data-dir."
+    )
+    needed = f"wordnet is four files named {', '.join(WORDNET_FILES)} in one folder: {remedy}"
+    for part in WORDNET_FILES:
+        with reading(folder / part, needed):
+            for number, line in enumerate((folder / part).read_text("utf-8").splitlines(), start=1):
+                if line.startswith("  "):  # the licence
+                    continue
+                found = _SYNSET.fullmatch(line)
+                if found is None or int(found[1]) >= len(WORDNET_CLASSES):
+                    raise ValueError(f"line {number} is no synset with a gloss")
+                glosses.append(found[2].strip())
+                classes.append(int(found[1]))
+    return glosses, classes
+
+
+def numbered(texts: Sequence[str], num_words: int = NUM_WORDS) -> dict[str, int]:
+    """Number the most frequent words of ``texts`` from 2 on; words equally frequent go by the alphabet."""
+    counts = Counter(word for text in texts for word in words(text))
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: num_words - 2]
+    return {word: number for number, word in enumerate(frequent, start=2)}
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in lower case, punctuation left out."""
+    return re.findall(r"\w+", text.lower())
+
+
+def encode(texts: Sequence[str], numbers: dict[str, int], num_tokens: int = NUM_TOKENS) -> Tensor:
+    """Return the texts as numbers of words, cut or filled with PADDING to ``num_tokens``: ``(M, T)``, int64."""
+    rows = torch.full((len(texts), num_tokens), PADDING)
+    for row, text in enumerate(texts):
+        tokens = [numbers.get(word, UNKNOWN) for word in words(text)[:num_tokens]]
+        rows[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+    return rows
+
+
+def packed(texts: Sequence[str], numbers: dict[str, int], end: int, num_tokens: int = ROW_TOKENS) -> Tensor:
+    """Return the texts as numbers of words, whole texts side by side in each row, ``end`` behind each of them.
+
+    A text goes into the first of the last OPEN_ROWS rows that has room for it; a text of ``num_tokens`` words or more
+    is cut. A row begins with ``end``, so that its first word has a token before it, and PADDING fills its rest.
+
+    Returns:
+        Rows of shape ``(M, num_tokens + 1)``, int64: the first ``num_tokens`` of each are read, the last are predicted.
+    """
+    rows: list[list[int]] = [[end]]
+    for text in texts:
+        tokens = [numbers.get(word, UNKNOWN) for word in words(text)[: num_tokens - 1]] + [end]
+        room = num_tokens + 1 - len(tokens)
+        row = next((row for row in rows[-OPEN_ROWS:] if len(row) <= room), None)
+        if row is None:
+            rows.append(row := [end])
+        row += tokens
+    return torch.tensor([row + [PADDING] * (num_tokens + 1 - len(row)) for row in rows])

@@ -1,8 +1,7 @@
-"""The output folder: finished runs are kept in it one by one, so that a comparison can be stopped and resumed.
+"""The output folder, in which finished runs are kept one by one, so that a comparison can be stopped and resumed.
 
-``settings.json`` marks the folder as a comparison's. A folder without it, but with another file by a name of OWN, is
-someone else's and stays as it is. Earlier runs are set aside in ``earlier-1``, ..., each a comparison's folder of its
-own, and never removed.
+``settings.json`` marks it as a comparison's. A folder without it, but with another file by a name of OWN, is someone
+else's and stays as it is. Earlier runs are set aside in ``earlier-1``, ..., a comparison's folder each, never removed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
-from rowprop.app.compare.runs import Run
+from rowprop.app.compare.results import Json, Run
 from rowprop.errors import InvalidInput
 from rowprop.files import reason, write_whole
 
@@ -30,8 +29,6 @@ SETTINGS, RUNS, RESULTS, REPORT = OWN = ("settings.json", "runs", "results.json"
 LOCK = ".rowprop-compare.lock"
 ELSEWHERE = "choose another folder with --out"
 
-Json = dict[str, Any]
-
 
 def to_json(content: Any, *, indent: int | None = None) -> str:
     """Strict JSON: NaN and infinity, which it does not have, are refused."""
@@ -39,7 +36,6 @@ def to_json(content: Any, *, indent: int | None = None) -> str:
 
 
 def _digest(content: Any) -> str:
-    """A sha256 over a value of JSON."""
     return hashlib.sha256(to_json(content).encode()).hexdigest()
 
 
@@ -55,14 +51,23 @@ class Folder:
     def opened(self, *, resume: bool, fresh: bool) -> Generator[dict[tuple[str, int], Run]]:
         """Have the folder to oneself inside the block, ready for runs; all checks come before the first write.
 
-        With ``resume`` the runs that are there are yielded, by label and seed; ``fresh`` moves them to ``set_aside``.
-
-        Raises:
-            InvalidInput: The folder cannot be written to, is not a comparison's, is being written by another process,
-                holds runs and neither ``resume`` nor ``fresh`` was given, or runs that do not fit or are damaged.
+        With ``resume`` the runs that are there are yielded, by label and seed; ``fresh`` moves them to ``set_aside``. A
+        folder is refused that cannot be written to, is not a comparison's, is being written by another process, holds
+        runs and neither ``resume`` nor ``fresh`` was given, or runs that do not fit or are damaged.
         """
         self._admit(resume=resume, fresh=fresh)  # before the lock: a folder of someone else gets none
-        with self._alone():
+        lock = FileLock(self.path / LOCK, blocking=False)  # the system frees it when the process ends
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):  # for a folder that is read-only no lock says why
+                pass
+            held = cast(Any, lock.acquire())
+        except Timeout as error:
+            writing = f"another process is writing a comparison into {self.path}"
+            raise InvalidInput(f"{writing}; wait until it is done, or {ELSEWHERE}.") from error
+        except (OSError, ValueError, RecursionError) as error:  # a path of a thousand folders
+            raise self._unwritable(error) from error
+        with held:
             kept = self._admit(resume=resume, fresh=fresh)  # once more: another process may just have left
             try:
                 if fresh:
@@ -96,46 +101,37 @@ class Folder:
         if not there:
             return {}
         settings = self._settings(there)
+        files = sorted((self.path / RUNS).glob("*.json"))
         if resume:
             if differing := _differing(settings, self._binding):
-                raise InvalidInput(
-                    f"the runs in {self.path} were made with other settings ({differing}); resume with the same "
-                    f"settings, or {ELSEWHERE}."
-                )
-            runs = [self._read_run(path) for path in sorted((self.path / RUNS).glob("*.json"))]
-            return {(run.label, run.seed): run for run in runs}
-        count = len(list((self.path / RUNS).glob("*.json")))
-        if not fresh and (count or RESULTS in there or REPORT in there):
-            raise InvalidInput(
-                f"{self.path} holds a comparison with {count} finished run{'' if count == 1 else 's'}; add --resume to "
-                f"go on with it, --fresh to set it aside and start over, or {ELSEWHERE}."
-            )
+                remedy = f"resume with the same settings, or {ELSEWHERE}."
+                raise InvalidInput(f"the runs in {self.path} were made with other settings ({differing}); {remedy}")
+            return {(run.label, run.seed): run for run in map(self._read_run, files)}
+        if not fresh and (files or RESULTS in there or REPORT in there):
+            holds = f"a comparison with {len(files)} finished run{'' if len(files) == 1 else 's'}"
+            remedy = f"add --resume to go on with it, --fresh to set it aside and start over, or {ELSEWHERE}."
+            raise InvalidInput(f"{self.path} holds {holds}; {remedy}")
         return {}
 
     def _settings(self, there: list[str]) -> Json:
-        """The settings that the folder's mark holds; a folder without it is refused."""
         path = self.path / SETTINGS
         if SETTINGS not in there:
-            raise InvalidInput(
-                f"{self.path} holds {' and '.join(there)}, but no {SETTINGS} says that rowprop compare made "
-                f"{'it' if len(there) == 1 else 'them'}; nothing was touched, {ELSEWHERE}."
-            )
+            holds = f"{self.path} holds {' and '.join(there)}, but no {SETTINGS} says that rowprop compare made"
+            them = "it" if len(there) == 1 else "them"
+            raise InvalidInput(f"{holds} {them}; nothing was touched, {ELSEWHERE}.")
         try:
             content = _read_json(path)
             if content.get("format") != FORMAT or not isinstance(content.get("settings"), dict):
                 raise ValueError(f'"format": "{FORMAT}" and "settings" were needed')
         except (OSError, ValueError) as error:
-            raise InvalidInput(
-                f"{path} was not written by rowprop compare ({reason(error)}); nothing was touched, {ELSEWHERE}."
-            ) from error
+            said = f"{path} was not written by rowprop compare ({reason(error)})"
+            raise InvalidInput(f"{said}; nothing was touched, {ELSEWHERE}.") from error
         return content["settings"]
 
     def _read_run(self, path: Path) -> Run:
-        """A kept run, or why its file cannot be used."""
         try:
             content = _read_json(path)
-            digest = content.pop("sha256", None)
-            if digest != _digest(content):
+            if content.pop("sha256", None) != _digest(content):
                 raise ValueError("it is not as rowprop compare wrote it")
             if differing := _differing(content["settings"], self._binding):
                 raise ValueError(f"it was made with other settings: {differing}")
@@ -144,17 +140,12 @@ class Folder:
             if wanted != path.name:
                 raise ValueError(f"it holds {run.label} with seed {run.seed}, whose file is {wanted}")
         except (OSError, ValueError) as error:
-            raise InvalidInput(
-                f"the run in {path} cannot be used ({reason(error)}); move the file away, and --resume trains that "
-                "run again."
-            ) from error
+            remedy = "move the file away, and --resume trains that run again."
+            raise InvalidInput(f"the run in {path} cannot be used ({reason(error)}); {remedy}") from error
         return run
 
     def _set_aside(self) -> Path | None:
-        """Move runs and results into a folder of their own; return it, or None if there is nothing to move.
-
-        The settings are copied first and replaced last: a crash in between leaves two comparisons' folders.
-        """
+        """Move runs and results into a folder of their own; return it, or None if there is nothing to move."""
         moving = [name for name in (RUNS, RESULTS, REPORT) if os.path.lexists(self.path / name)]
         runs = self.path / RUNS
         if runs.is_dir() and not any(runs.iterdir()):
@@ -164,30 +155,11 @@ class Folder:
         numbered = (self.path / f"earlier-{number}" for number in itertools.count(1))
         aside = next(path for path in numbered if not os.path.lexists(path))
         aside.mkdir()
+        # The settings are copied first and replaced last: a crash in between leaves two comparisons' folders.
         write_whole(aside / SETTINGS, (self.path / SETTINGS).read_bytes())
         for name in moving:
             (self.path / name).rename(aside / name)
         return aside
-
-    @contextmanager
-    def _alone(self) -> Generator[None]:
-        """Hold the folder's lock, which the system frees when the process ends; refuse if another one holds it."""
-        lock = FileLock(self.path / LOCK, blocking=False)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):  # for a folder that is read-only no lock says why
-                pass
-            lock.acquire()
-        except Timeout as error:
-            raise InvalidInput(
-                f"another process is writing a comparison into {self.path}; wait until it is done, or {ELSEWHERE}."
-            ) from error
-        except (OSError, ValueError, RecursionError) as error:  # a path of a thousand folders
-            raise self._unwritable(error) from error
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _unwritable(self, error: Exception) -> InvalidInput:
         return InvalidInput(f"cannot write to the output folder {self.path} ({reason(error)}); {ELSEWHERE}.")

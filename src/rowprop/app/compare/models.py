@@ -6,26 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rowprop.app.compare.wordnet import ROW_TOKENS
+from rowprop.app.compare.data import ROW_TOKENS
 from rowprop.app.model import make_model
 from rowprop.errors import InvalidInput, foreign
 
 
-class ConvNet(nn.Module):
+class ConvNet(nn.Sequential):
     """Three convolutions and a linear layer, no normalisation: images (N, C, H, W) -> (N, num_classes)."""
 
     def __init__(self, num_classes: int, in_channels: int, width: int = 64) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
+        super().__init__(
             nn.Conv2d(in_channels, width, 3, padding=1), nn.ReLU(),
             nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
             nn.Flatten(), nn.Linear(8 * width, num_classes),
         )  # fmt: skip
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits of shape (N, num_classes)."""
-        return self.body(images)
 
 
 class Block(nn.Module):
@@ -44,7 +39,7 @@ class Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output; its sides are the input's over the stride."""
+        """Return the output, whose sides are the input's over the stride."""
         inner = torch.relu(self.norm1(self.conv1(x)))
         return torch.relu(self.norm2(self.conv2(inner)) + self.shortcut(x))
 
@@ -145,8 +140,7 @@ MODELS: dict[str, type[nn.Module]] = dict(convnet=ConvNet, resnet=ResNet, vit=Vi
 def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
     """Build a model of MODELS, or the one that ``module:callable`` returns, as for the other commands.
 
-    A model of MODELS has ``num_classes`` logits per row or token; ``num_inputs`` are the channels of an image, or how
-    many different tokens there are.
+    One of MODELS takes images of ``num_inputs`` channels, or so many different tokens, to ``num_classes`` logits.
 
     Raises:
         InvalidInput: The name is unknown, or the callable fails, returns no ``nn.Module`` or brings its own losses.
@@ -157,21 +151,20 @@ def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
         raise InvalidInput(f"model {name!r} is unknown; the models are {', '.join(MODELS)} and module:callable.")
     model, _, losses_fn = make_model(name)  # a batch that comes with it is for the other commands
     if losses_fn is not None:
+        remedy = "return the model, or (model, batch)."
         raise InvalidInput(
-            f"model {name!r} brings its own losses, but all methods are compared by cross entropy; "
-            "return the model, or (model, batch)."
+            f"model {name!r} brings its own losses, but all methods are compared by cross entropy; {remedy}"
         )
     return model
 
 
 def check_model(model: nn.Module, name: str, images: Tensor, num_classes: int) -> None:
     """Refuse a model that fails on these rows in evaluation mode, or does not return logits (rows, num_classes)."""
-    with foreign(f"model {name!r} failed on a batch of shape {tuple(images.shape)}"), torch.no_grad():
+    batch = f"a batch of shape {tuple(images.shape)}"
+    with foreign(f"model {name!r} failed on {batch}"), torch.no_grad():
         logits: object = model.eval()(images)
     wanted = (len(images), num_classes)
     if not isinstance(logits, Tensor) or logits.shape != wanted:
         found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise InvalidInput(
-            f"model {name!r} returned {found} for a batch of shape {tuple(images.shape)}, but logits of shape {wanted} "
-            "were needed: one number per row and class."
-        )
+        needed = f"logits of shape {wanted} were needed: one number per row and class."
+        raise InvalidInput(f"model {name!r} returned {found} for {batch}, but {needed}")

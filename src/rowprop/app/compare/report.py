@@ -9,27 +9,25 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import CUT, METHODS
-from rowprop.app.compare.runs import PHASES, task_of, with_spread
+from rowprop.app.compare.results import PHASES, Json, task_of, with_spread
+from rowprop.app.compare.settings import CUT, METHODS
 from rowprop.app.page import GREY, drawing, legend, named, new_figure, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Json = dict[str, Any]
-
 NAMES = [*METHODS["row"], "rho1"]
+# Colours readable on light and dark ground: those of NAMES, then those of the user's own methods.
 PALETTE = (
     "#858b96", "#c98a1b", "#3b82d6", "#a463c9", "#1fa07a", "#cf5f57", "#2aa3b8", "#8a9430", "#b0703c", "#d1495b",
     "#e3b65c", "#d0609f", "#6cc5a1", "#4aa564", "#6aa31f", "#b5489a", "#e07b39", "#8a6a48", "#0e8f8f", "#5b6ee1",
 )  # fmt: skip
-"""Colours readable on light and dark ground: those of NAMES, then those of the user's own methods."""
 DASHES = ("", "6 3", "2 2", "7 2 2 2")  # strokes and gaps, by which engines of one method differ; empty is solid
 PHASE_COLOURS = dict(zip(PHASES, ("#b9bec8", "#e0a458", "#7fa6cf", "#c86f6f", "#3f6ea8", "#8fb39a"), strict=True))
 LOSS_COLOUR = "#d0605e"
@@ -60,14 +58,13 @@ def render_report(results: Json, data: Dataset) -> str:
 
 def line_styles(results: Json) -> dict[str, Json]:
     """Colour and dash by method label; methods of the same name have the same colour."""
+    methods: list[Json] = results["methods"]
+    names = dict.fromkeys([*NAMES, *(method["name"] for method in methods)])
+    colours = dict(zip(names, itertools.chain(PALETTE, itertools.cycle(PALETTE[len(NAMES) :])), strict=False))
     used: Counter[str] = Counter()
-    colours = dict(zip(NAMES, PALETTE, strict=False))
-    own_colours = itertools.cycle(PALETTE[len(NAMES) :])
     styles: dict[str, Json] = {}
-    for method in results["methods"]:
+    for method in methods:
         name = method["name"]
-        if name not in colours:
-            colours[name] = next(own_colours)
         styles[method["label"]] = {"color": colours[name], "dash": DASHES[used[name] % len(DASHES)]}
         used[name] += 1
     return styles
@@ -84,7 +81,7 @@ def over_seeds(results: Json, label: str, key: str) -> list[list[float]]:
 
 @drawing()
 def curves(results: Json, styles: dict[str, Json], x_key: str, x_title: str) -> Figure:
-    """Draw one line per method, means over its seeds in both directions, on a band from their lowest to their highest.
+    """Draw each method's means over its seeds on a band from their lowest to their highest.
 
     A line ends at the table's means. In time, a thin line through its end reaches from the fastest seed to the slowest.
     """
@@ -137,10 +134,7 @@ def phase_bars(results: Json) -> Figure:
 
 
 def loss_shares(results: Json) -> Json:
-    """A method, its losses in its first seed, and in how many percent of the rows they lie at the end.
-
-    The method is ``full`` if it was compared, because it does not act on the losses.
-    """
+    """Where the losses of ``full``, which does not act on them, or else of the first method lie in its first seed."""
     methods: list[Json] = results["methods"]
     label = next((method for method in methods if method["name"] == "full"), methods[0])["label"]
     shares: list[Json] = next(run for run in results["runs"] if run["label"] == label)["loss_shares"]

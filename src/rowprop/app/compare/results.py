@@ -1,28 +1,130 @@
-"""From finished runs to their summary: means over seeds, ratios to `full`, a verdict, the rows chosen most often."""
+"""Finished runs, plain values each, and their summary: means over seeds, ratios to `full`, a verdict, chosen rows."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import CUT, PRUNED, THINNED, Method
-from rowprop.app.compare.runs import PHASES, TASKS, Run, Task
-from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.settings import CUT, PRUNED, THINNED, Method, Settings
 from rowprop.app.page import render
+from rowprop.app.terminal import new_table
+from rowprop.engines import Unit
 
+PHASES: tuple[str, ...] = ("data", "score", "forward", "select", "backward", "optimizer")
+SHARE_POINTS = 100
 GALLERY_ROWS = 40
 ENOUGH_SEEDS = 3  # with fewer seeds no difference is judged
 CONTROLS = ("random", PRUNED + "random")
 SAME_ROWS = 0.1  # a method that backpropagates up to this share more rows than random has the same keep
+PER_ROW = ("chosen", "offered", "predicted", "final_losses")  # of a run, kept in its own file
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt, and the figure that says how well."""
+
+    unit: Unit  # what has a loss of its own
+    figure: str  # a field of a run and of a point
+    scale: float  # the figure is shown so many times as large, with ``digits`` decimals and ``sign``
+    sign: str
+    digits: int
+    rises: bool  # with better models
+    best: str  # what the best method is called
+
+    def shown(self, value: float) -> str:
+        """The figure as people read it."""
+        return f"{self.scale * value:.{self.digits}f}{self.sign}"
+
+    def over_seeds(self, method: Mapping[str, Any]) -> str:
+        """The figure of a method of ``results.json``, without its sign: mean ± spread."""
+        return with_spread(method[self.figure], self.scale, self.digits)
+
+    @property
+    def title(self) -> str:
+        """The figure and its sign, as the name of a column or of an axis."""
+        return f"{self.figure}, %" if self.sign else self.figure
+
+
+def with_spread(value: Mapping[str, Any], scale: float, digits: int) -> str:
+    """Text "mean ± spread", or the mean alone for one seed, which has no spread."""
+    mean = f"{scale * value['mean']:.{digits}f}"
+    return mean if value["spread"] is None else f"{mean} ± {scale * value['spread']:.{digits}f}"
+
+
+TASKS: dict[Unit, Task] = {
+    "row": Task("row", "accuracy", 100.0, " %", 2, rises=True, best="most accurate"),
+    "token": Task("token", "perplexity", 1.0, "", 1, rises=False, best="best"),
+}
+
+
+def task_of(results: Mapping[str, Any]) -> Task:
+    """The task of the content of ``results.json``; earlier versions named no unit: they had rows alone."""
+    return TASKS[results["data"].get("unit", "row")]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The state of a run at the end of an epoch."""
+
+    epoch: float  # passes over the training rows; a fraction if a budget of seconds ended inside an epoch
+    train_s: float  # training time so far, evaluation left out
+    accuracy: float  # fraction of test rows, or of their tokens, that are predicted rightly
+    loss: float  # mean training loss over all rows of the epoch's batches, kept or not
+    kept: float  # fraction of all rows of the epoch, also those without a forward, that were backpropagated
+    perplexity: float | None = None  # the exponential of the test tokens' mean loss; None if rows have classes
+
+
+@dataclass(frozen=True)
+class LossShare:
+    """How much of the training loss the hardest rows hold: ``share[i]`` belongs to the hardest ``i`` percent."""
+
+    epoch: float
+    share: list[float]
+
+
+@dataclass
+class Run:
+    """The values of one finished run. Where tokens are predicted, the rows below are the tokens that count.
+
+    ``phases_s``: ``score`` holds separate scoring forwards, and the training of models that only score; a forward of
+    ``sliced``, which scores as well, stands under ``forward``. The last four are of each training row, and empty for
+    tokens and for a method that is not ``loss_led``.
+    """
+
+    label: str  # the method as written
+    engine: str  # the one that really ran, plain for an ordinary loop
+    seed: int  # of model, order and selection
+    accuracy: float = 0.0
+    perplexity: float | None = None
+    train_s: float = 0.0  # the sum of phases_s
+    phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    steps: int = 0  # of the optimizer
+    rows_seen: int = 0  # that went through a forward for training, without those of models that only score
+    rows_backpropagated: int = 0  # whose gradient was asked for; where they are thinned, on average over the blocks
+    curve: list[Point] = field(default_factory=list[Point])  # one per epoch
+    loss_shares: list[LossShare] = field(default_factory=list[LossShare])  # after the first epoch, half-way, at the end
+    chosen: list[int] = field(default_factory=list[int])  # how often a selecting step chose the row
+    offered: list[int] = field(default_factory=list[int])  # how often one could have
+    predicted: list[int] = field(default_factory=list[int])
+    final_losses: list[float] = field(default_factory=list[float])
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Run:
+        """Rebuild a run from its JSON."""
+        curve = [Point(**point) for point in content["curve"]]
+        shares = [LossShare(**share) for share in content["loss_shares"]]
+        given: Json = {**content, "curve": curve, "loss_shares": shares}
+        return cls(**given)
 
 
 def _over_seeds(values: Sequence[float]) -> Json:
@@ -44,20 +146,14 @@ def summarise(settings: Settings, where: Json, data: Dataset, runs: Sequence[Run
             "row_shape": list(data.train_x.shape[1:]), "class_names": list(data.class_names),
         },
         "settings": {
-            "model": settings.model_name, "batch_rows": min(settings.rows_per_step, len(data.train_y)),
-            "keep": settings.keep, "epochs": settings.num_epochs, "seconds": settings.seconds,
-            "optimizer": settings.optimizer, "peak_lr": settings.peak_lr, "seeds": settings.seeds,
+            "model": settings.model, "batch_rows": min(settings.batch_rows, len(data.train_y)),
+            "keep": settings.keep, "epochs": settings.epochs, "seconds": settings.seconds,
+            "optimizer": settings.optimizer, "peak_lr": settings.lr, "seeds": settings.seeds,
         },
         "methods": methods,
-        "runs": [_summarise_run(run) for run in runs],
+        "runs": [{key: value for key, value in asdict(run).items() if key not in PER_ROW} for run in runs],
         "most_chosen": most_chosen(runs, data),
     }  # fmt: skip
-
-
-def _summarise_run(run: Run) -> Json:
-    per_row = ("chosen", "offered", "predicted", "final_losses")  # kept in the run's own file
-    content = {key: value for key, value in vars(run).items() if key not in per_row}
-    return content | {name: [vars(entry) for entry in content[name]] for name in ("curve", "loss_shares")}
 
 
 def _summarise_method(method: Method, mine: Sequence[Run], full_s: dict[int, float]) -> Json:
@@ -77,15 +173,11 @@ def _summarise_method(method: Method, mine: Sequence[Run], full_s: dict[int, flo
 
 
 def verdict(methods: Sequence[Json], *, seconds: float | None, task: Task = TASKS["row"]) -> str:
-    """Judge the methods against ``random`` and against ``full``, as far as the seeds allow, and name the missing parts.
+    """Judge the methods against ``random`` and ``full``, as far as the seeds allow, by the figure of ``task``.
 
     A difference of the figure counts if it is larger than the spread of both sides together (the root of the sum of
-    their squares). The best method is always named. Fewer than three seeds get no judgement, only their means.
-
-    Args:
-        methods: The entries ``methods`` of ``results.json``.
-        seconds: The budget; None if it was epochs.
-        task: Says which figure is judged.
+    their squares). The best method is always named, and what is missing. Fewer than three seeds get no judgement, only
+    their means. ``methods`` are those of ``results.json``; ``seconds`` is the budget, None if it was epochs.
     """
     full = next((method for method in methods if method["name"] == "full"), None)
     others = [method for method in methods if method["name"] != "full"]
@@ -122,7 +214,6 @@ class _Judge:
         return self.worth(method) - self.worth(other)
 
     def is_better(self, method: Json, other: Json) -> bool:
-        """Whether a method is better by more than the spread of both."""
         return self.gain(method, other) > math.hypot(*(each[self.task.figure]["spread"] for each in (method, other)))
 
     def means(self, others: Sequence[Json]) -> list[Json]:
@@ -192,10 +283,7 @@ def control_of(method: Json, methods: Sequence[Json]) -> Json | None:
 
 
 def most_chosen(runs: Sequence[Run], data: Dataset) -> list[Json]:
-    """The training rows that loss-led methods chose most often, all runs together, then by their final loss.
-
-    Rows that no step could have chosen are left out. ``row`` is the row's place in the data as it came.
-    """
+    """The training rows that loss-led methods could and did choose most often, then by their final loss."""
     counted = [run for run in runs if run.chosen]
     if not counted:
         return []
@@ -214,3 +302,22 @@ def most_chosen(runs: Sequence[Run], data: Dataset) -> list[Json]:
             "chosen": int(chosen[row]), "offered": int(offered[row]), "loss": round(float(losses[row]), 4),
         })  # fmt: skip
     return gallery
+
+
+def show_comparison(console: Console, results: Json) -> None:
+    """Print the methods' table, where the time went, and the verdict."""
+    methods: list[Json] = results["methods"]
+    task = task_of(results)
+    columns = ("method", "engine", task.title, "training, s", "x full", f"{task.unit}s seen", "kept of seen")
+    rows = [
+        (
+            method["label"], method["engine"], task.over_seeds(method), with_spread(method["train_s"], 1, 1),
+            with_spread(method["ratio_to_full"], 1, 2) if method["ratio_to_full"] else "-",
+            f"{method['rows_seen']:,.0f}", f"{100 * method['rows_backpropagated'] / method['rows_seen']:.0f} %",
+        )
+        for method in methods
+    ]  # fmt: skip
+    console.print(new_table("Methods side by side", columns, rows, words=2))
+    times = [(method["label"], *(f"{method['phases_s'][phase]:.2f}" for phase in PHASES)) for method in methods]
+    console.print(new_table("Where the time went, seconds per run", ("method", *PHASES), times))
+    console.print(results["verdict"], markup=False, highlight=False)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
-from rowprop.app.compare.methods import Method
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import render_report
-from rowprop.app.compare.results import summarise
-from rowprop.app.compare.runs import TASKS, Run
+from rowprop.app.compare.results import TASKS, Json, Run, summarise
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.train import check_methods, train
-from rowprop.app.extras import COMPARE, require_all
+from rowprop.app.lookup import COMPARE, require_all
 from rowprop.app.page import environment
 from rowprop.app.terminal import say, ticking
 from rowprop.cost.measure import Tick
@@ -28,35 +25,32 @@ from rowprop.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Outcome:
-    """The content of ``results.json``, None if Ctrl-C came before it was written, and whether Ctrl-C ended it early."""
+    """The content of ``results.json``, None if Ctrl-C came before it was written, and how many runs there are."""
 
-    results: dict[str, Any] | None
+    results: Json | None
     finished_runs: int
     planned_runs: int
-    interrupted: bool = False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended it early."""
+        return self.results is None or self.finished_runs < self.planned_runs
 
 
 def compare(settings: Settings, out: Path, *, resume: bool = False, fresh: bool = False) -> Outcome:
-    """Train the methods side by side and write ``results.json`` and ``report.html`` into ``out``.
+    """Train the methods side by side and write ``results.json`` and ``report.html`` into ``out``, made where missing.
 
     Seeds are the outer loop, so that a slow hour of the machine hits all methods; the first method is another one for
-    each seed. Each run is kept in ``out/runs`` once it is finished.
-
-    Args:
-        settings: The comparison's settings.
-        out: Folder for results; made if it is missing. All checks come before the first write.
-        resume: Go on with the runs that are kept in ``out``; start if there are none.
-        fresh: Set the comparison in ``out`` aside, as ``out/earlier-1``, and start over.
+    each seed. Each run is kept in ``out/runs`` once it is finished: ``resume`` goes on with those, and starts if there
+    are none; ``fresh`` sets the comparison in ``out`` aside, as ``out/earlier-1``. Checks come before the first write.
 
     Raises:
         InvalidInput: Data, model, methods, device, settings or folder cannot be used; the sentence says why.
         MissingExtra: A package of the extra ``compare`` is not installed.
     """
     if resume and fresh:
-        raise InvalidInput(
-            "--resume and --fresh are both given, but one goes on with the runs that are kept and the other sets them "
-            "aside; give one of them."
-        )
+        both = "one goes on with the runs that are kept and the other sets them aside; give one of them."
+        raise InvalidInput(f"--resume and --fresh are both given, but {both}")
     out = out.absolute()  # data and models are made by the user's code, which may change the working directory
     require_all(COMPARE, "rowprop compare")
     if settings.threads is not None:
@@ -66,50 +60,38 @@ def compare(settings: Settings, out: Path, *, resume: bool = False, fresh: bool 
         tick(f"loading the data {settings.data}", 0.0)
         folder_of_data = None if settings.data_dir is None else Path(settings.data_dir).expanduser()
         data = load_data(settings.data, folder_of_data, settings.train_rows, settings.unit)
-        probe = build_model(settings.model_name, len(data.class_names), data.num_inputs)
+        probe = build_model(settings.model, len(data.class_names), data.num_inputs)
         if data.unit == "row":
-            check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
+            check_model(probe, settings.model, data.train_x[:2], len(data.class_names))
         check_methods(settings, data, probe)
         where = environment(device, probe)
         folder = Folder(out, settings.binding() | where | {"data_sha256": data.fingerprint()})
         with folder.opened(resume=resume, fresh=fresh) as kept:
             if folder.set_aside is not None:
                 say(f"The earlier comparison is kept in {folder.set_aside}.")
-            return _compare(settings, data, where, folder, kept, tick)
-
-
-def _compare(
-    settings: Settings,
-    data: Dataset,
-    where: dict[str, Any],
-    folder: Folder,
-    kept: dict[tuple[str, int], Run],
-    tick: Tick,
-) -> Outcome:
-    labels = [method.label for method in settings.parsed_methods]
-    planned = len(labels) * settings.seeds
-    runs = [run for (label, seed), run in kept.items() if label in labels and seed < settings.seeds]
-    say(f"{planned} runs: {len(labels)} methods, seeds 0 to {settings.seeds - 1}; {len(runs)} kept from before.")
-    with suppress(KeyboardInterrupt):  # finished runs are kept
-        _train_missing(settings, data, folder, runs, planned, tick)
-    interrupted = len(runs) < planned
-    if not runs:
-        return Outcome(None, 0, planned, interrupted)
-    runs.sort(key=lambda run: (labels.index(run.label), run.seed))
-    try:
-        results = summarise(settings, where, data, runs, finished=not interrupted)
-        with _saying_kept(runs, planned):
-            folder.write(RESULTS, to_json(results, indent=2))
-            folder.write(REPORT, render_report(results, data))
-    except KeyboardInterrupt:
-        return Outcome(None, len(runs), planned, interrupted=True)
-    return Outcome(results, len(runs), planned, interrupted)
+            labels = [method.label for method in settings.parsed_methods]
+            planned = len(labels) * settings.seeds
+            runs = [run for (label, seed), run in kept.items() if label in labels and seed < settings.seeds]
+            say(
+                f"{planned} runs: {len(labels)} methods, seeds 0 to {settings.seeds - 1}; {len(runs)} kept from before."
+            )
+            with suppress(KeyboardInterrupt):  # finished runs are kept
+                _train_missing(settings, data, folder, runs, planned, tick)
+            runs.sort(key=lambda run: (labels.index(run.label), run.seed))
+            written = None
+            with suppress(KeyboardInterrupt):
+                if runs:
+                    results = summarise(settings, where, data, runs, finished=len(runs) == planned)
+                    with _saying_kept(runs, planned):
+                        folder.write(RESULTS, to_json(results, indent=2))
+                        folder.write(REPORT, render_report(results, data))
+                    written = results
+            return Outcome(written, len(runs), planned)
 
 
 def _train_missing(
     settings: Settings, data: Dataset, folder: Folder, runs: list[Run], planned: int, tick: Tick
 ) -> None:
-    """Train and keep the runs that are missing."""
     methods, task = settings.parsed_methods, TASKS[data.unit]
     on_device = data.to(settings.torch_device())
     finished = {(run.label, run.seed) for run in runs}
@@ -125,23 +107,19 @@ def _train_missing(
                 reached = "" if figure is None else f": {task.shown(figure)}"
                 tick(name + reached, (len(runs) - before + fraction) / (planned - before))
 
-            run = train(_beside(settings, method, seed, runs), on_device, method, seed, tick_run)
+            chosen = settings
+            if method.beside:  # the share of rows that this method kept in this seed
+                beside = next(run for run in runs if (run.label, run.seed) == (method.beside, seed))
+                chosen = replace(settings, keep=beside.rows_backpropagated / beside.rows_seen)
+            run = train(chosen, on_device, method, seed, tick_run)
             with _saying_kept(runs, planned):
                 folder.save(run)
             runs.append(run)
             say(f"{name}: {task.shown(getattr(run, task.figure))}, {run.train_s:.1f} s; {len(runs)} of {planned} runs")
 
 
-def _beside(settings: Settings, method: Method, seed: int, runs: Sequence[Run]) -> Settings:
-    """The settings with the share of rows that the method keeps in this seed."""
-    if not method.beside:
-        return settings
-    run = next(run for run in runs if (run.label, run.seed) == (method.beside, seed))
-    return replace(settings, keep=run.rows_backpropagated / run.rows_seen)
-
-
 @contextmanager
-def _saying_kept(runs: Sequence[Run], planned: int) -> Generator[None]:
+def _saying_kept(runs: list[Run], planned: int) -> Generator[None]:
     """Add to the sentence of a failed write in the block that the finished runs are kept."""
     try:
         yield

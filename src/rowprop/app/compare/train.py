@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -13,17 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop import thin
-from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import CUT, FULL, Method
+from rowprop.app.compare.data import PADDING, Dataset
 from rowprop.app.compare.models import build_model
-from rowprop.app.compare.runs import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
-from rowprop.app.compare.settings import ADAMW, Settings
-from rowprop.app.compare.wordnet import PADDING
+from rowprop.app.compare.results import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
+from rowprop.app.compare.settings import ADAMW, CUT, FULL, Method, Settings
 from rowprop.engines import Sliced, Unit
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
 from rowprop.host import drained_s
-from rowprop.scoring import LossesFn, Scored, gradient_norm
+from rowprop.scoring import Scored, gradient_norm
+from rowprop.state import evaluating
 from rowprop.step.record import Record
 from rowprop.step.small import unwarned
 
@@ -45,10 +45,10 @@ def learning_rate(progress: float, peak: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (progress - WARMUP_SHARE) / (1 - WARMUP_SHARE)))
 
 
-def row_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of each row, shape (N,)."""
-    images, classes = batch
-    return F.cross_entropy(model(images), classes, reduction="none")
+def losses_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy of each row, shape (N,), or of each token, (N, T), also of those that do not count."""
+    inputs, wanted = batch
+    return F.cross_entropy(model(inputs).flatten(0, -2), wanted.flatten(), reduction="none").view_as(wanted)
 
 
 def row_losses_and_norms(model: nn.Module, batch: Batch) -> Scored:
@@ -58,21 +58,11 @@ def row_losses_and_norms(model: nn.Module, batch: Batch) -> Scored:
     return Scored(F.cross_entropy(logits, classes, reduction="none"), gradient_norm(logits, classes))
 
 
-def token_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of each token, shape (N, T); the step is told which of them count."""
-    tokens, following = batch
-    logits = model(tokens)
-    return F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none").view_as(following)
-
-
-LOSSES: dict[Unit, LossesFn] = {"row": row_losses, "token": token_losses}
-
-
 def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy over the rows, or over the tokens that count, 0-d: the loss of an ordinary loop."""
     inputs, wanted = batch
     if wanted.dim() == 1:
-        return row_losses(model, batch).mean()
+        return losses_of(model, batch).mean()
     return F.cross_entropy(model(inputs).flatten(0, 1), wanted.flatten(), ignore_index=PADDING)
 
 
@@ -99,36 +89,30 @@ class Stepper:
         irreducible: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.model = model
-        self.peak_lr = settings.peak_lr
-        self.optimizer: torch.optim.Optimizer
-        if settings.model_name in ADAMW:
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=self.peak_lr)
-        else:
-            self.optimizer = torch.optim.SGD(
-                model.parameters(), lr=self.peak_lr, momentum=0.9, nesterov=True, weight_decay=5e-4
-            )
+        self.lr = settings.lr
+        self.batch_rows = min(settings.batch_rows, len(data.train_y))
+        sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        kind = torch.optim.AdamW if settings.model in ADAMW else sgd
+        self.optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=self.lr)
         self.phases_s = dict.fromkeys(PHASES, 0.0)
         self.optimizer_steps = 0
         self._data = data
         self._kind = method.kind
-        self._batch_rows = settings.rows_per_step
-        rows = len(data.train_y)
         budget = {
-            "unit": data.unit, "keep": settings.keep, "epochs": settings.num_epochs or ENDLESS, "num_rows": rows,
-            "batch_rows": min(settings.rows_per_step, rows), "seed": seed, "irreducible": irreducible,
-            "reference": irreducible,
-            "beta": 1 / settings.keep - 1,  # biggest-losers keeps ``keep`` on average
+            "unit": data.unit, "keep": settings.keep, "epochs": settings.epochs or ENDLESS, "seed": seed,
+            "num_rows": len(data.train_y), "batch_rows": self.batch_rows, "irreducible": irreducible,
+            "reference": irreducible, "beta": 1 / settings.keep - 1,  # biggest-losers keeps ``keep`` on average
         }  # fmt: skip
         drawn_by = 2**31 + seed  # not the seed of the order: two streams from one seed could be related
         self._selective = method.made(
-            model, row_losses_and_norms if method.kind.scores_gradients else LOSSES[data.unit], budget,
+            model, row_losses_and_norms if method.kind.scores_gradients else losses_of, budget,
             engine=Sliced(attention="cut") if method.engine == CUT else method.engine,
             generator=torch.Generator(data.train_x.device).manual_seed(drawn_by), timing=True,
         )  # fmt: skip
         self._thinning = thin(model, generator=torch.Generator().manual_seed(drawn_by)) if self._kind.thins else None
         sampler = None if self._selective is None else self._selective.sampler
         self._sampler = sampler if isinstance(sampler, PruningSampler) else None
-        self._counts = data.counted(data.train_y).view(rows, -1).sum(1).cpu()
+        self._counts = data.counted(data.train_y).view(len(data.train_y), -1).sum(1).cpu()
 
     @property
     def train_s(self) -> float:
@@ -150,12 +134,16 @@ class Stepper:
             begun_at = progress
             order = rows[torch.randperm(len(rows), generator=shuffle)]
             if self._sampler is not None:
-                order = self._drawn(self._sampler, whole=seconds is not None and progress + share > FULL_AFTER)
-            batches = max(1, len(order) // self._batch_rows)
+                begin_s = drained_s()
+                if seconds is not None and progress + share > FULL_AFTER:
+                    self._sampler.full_after = 0.0  # from here on all rows
+                order = torch.tensor(list(self._sampler))
+                self.phases_s["select"] += drained_s() - begin_s
+            batches = max(1, len(order) // self.batch_rows)
             # Under a budget of seconds the length of an epoch is unknown; the first epoch is known by its place.
             told = 0.0 if epoch == 0 and seconds is not None and self._kind.whole_first_epoch else None
             for index in range(batches):
-                chunk = order[index * self._batch_rows : (index + 1) * self._batch_rows]
+                chunk = order[index * self.batch_rows : (index + 1) * self.batch_rows]
                 loss, record = self.step(chunk, progress, index, told)
                 if seconds is not None:
                     progress = min(1.0, (self.train_s - begun_s) / seconds)
@@ -171,15 +159,6 @@ class Stepper:
                     return
             share = progress - begun_at
             epoch += 1
-
-    def _drawn(self, sampler: PruningSampler, *, whole: bool) -> Tensor:
-        """The rows of an epoch that the method's sampler draws: all of them from a ``whole`` epoch on."""
-        begin_s = drained_s()
-        if whole:
-            sampler.full_after = 0.0
-        drawn = torch.tensor(list(sampler))
-        self.phases_s["select"] += drained_s() - begin_s
-        return drawn
 
     def step(
         self, rows: Tensor, progress: float, batch_index: int, told: float | None = None
@@ -204,7 +183,7 @@ class Stepper:
         back_s = drained_s()
         if record is None or record.ready:
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(progress, self.peak_lr)
+                group["lr"] = learning_rate(progress, self.lr)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer_steps += 1
@@ -230,12 +209,7 @@ def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
         if method.is_own or method.kind.thins:
             stepper = Stepper(copy.deepcopy(model).train(), method, settings, data, seed=0)
             with foreign(f"method {method.label!r} failed in its first step"):
-                _try_step(stepper, settings, data)
-
-
-def _try_step(stepper: Stepper, settings: Settings, data: Dataset, index: int = 0) -> None:
-    """Take a step that leaves no trace in the results."""
-    stepper.step(torch.arange(min(settings.rows_per_step, len(data.train_y))), progress=0.5, batch_index=index)
+                stepper.step(torch.arange(stepper.batch_rows), progress=0.5, batch_index=0)
 
 
 @unwarned()
@@ -244,13 +218,10 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
 
     The seed fixes the model's start and, but for methods that draw their own, the order of the rows. Evaluation,
     counting which rows were chosen, and three warm-up steps on a throwaway copy happen outside the clock. ``tick`` is
-    called with the fraction done and the last accuracy or perplexity, None before the first evaluation.
-
-    Raises:
-        InvalidInput: The loss became infinite or NaN.
+    called with the fraction done and the last accuracy or perplexity, None before the first evaluation. A loss that is
+    infinite or NaN is refused.
     """
     total_rows = len(data.train_y)
-    rows_per_step = min(settings.rows_per_step, total_rows)
     figure = TASKS[data.unit].figure
     stepper = _prepared(settings, data, method, seed, tick)
     seconds = None if settings.seconds is None else max(settings.seconds - stepper.train_s, 1e-9)
@@ -259,7 +230,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     chosen, offered = torch.zeros(2, total_rows, dtype=torch.int64)
     loss_sum, seen, kept = torch.zeros((), device=data.train_x.device), 0, 0  # of the epoch
     losses = predicted = torch.empty(0)
-    steps = stepper.steps(torch.arange(total_rows), shuffle, settings.num_epochs, seconds)
+    steps = stepper.steps(torch.arange(total_rows), shuffle, settings.epochs, seconds)
     for number, taken in enumerate(steps, 1):
         run.rows_seen += taken.seen
         run.rows_backpropagated += taken.kept
@@ -278,10 +249,14 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         length = taken.index + 1
         mean_loss = float(loss_sum) / length
         _check_finite(loss_sum, f"training loss of {method.label}", settings, seed, run.steps)
-        run.accuracy, run.perplexity = _tested(stepper.model, data)
-        kept_share = kept / seen
+        tested, answers = judge(stepper.model, data.test_x, data.test_y)
+        counted = data.counted(data.test_y)
+        run.accuracy = float((answers == data.test_y)[counted].float().mean())
         if data.unit == "row":  # those left out before their forward are rows of the epoch, too
-            kept_share = kept * taken.batches / (length * (total_rows // rows_per_step * rows_per_step))
+            kept_share = kept * taken.batches / (length * (total_rows - total_rows % stepper.batch_rows))
+        else:
+            kept_share = kept / seen
+            run.perplexity = math.exp(min(700.0, float(tested[counted].double().mean())))  # of at most e ** 700
         epochs = taken.epoch + length / taken.batches
         run.curve.append(Point(epochs, run.train_s, run.accuracy, mean_loss, kept_share, run.perplexity))
         loss_sum, seen, kept = torch.zeros_like(loss_sum), 0, 0
@@ -297,14 +272,6 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     return run
 
 
-def _tested(model: nn.Module, data: Dataset) -> tuple[float, float | None]:
-    """The accuracy on the test rows, and for tokens their perplexity, of at most e ** 700."""
-    losses, predicted = judge(model, data.test_x, data.test_y)
-    counted = data.counted(data.test_y)
-    accuracy = float((predicted == data.test_y)[counted].float().mean())
-    return accuracy, None if data.unit == "row" else math.exp(min(700.0, float(losses[counted].double().mean())))
-
-
 def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Stepper:
     """Return the run's stepper, warmed up on a copy of its model; models that only score are trained."""
     torch.manual_seed(seed)
@@ -312,7 +279,7 @@ def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick
     irreducible = torch.zeros(data.train_y.shape) if method.kind.needs_irreducible else None
     warm = Stepper(copy.deepcopy(model), method, settings, data, seed, irreducible)
     for index in range(WARMUP_STEPS):
-        _try_step(warm, settings, data, index)
+        warm.step(torch.arange(warm.batch_rows), progress=0.5, batch_index=index)
     tick(0.0, None)
     spent_s = 0.0
     if method.kind.needs_irreducible:
@@ -325,23 +292,18 @@ def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick
 
 def _check_finite(losses: Tensor, name: str, settings: Settings, seed: int, steps: int) -> None:
     if not bool(losses.isfinite().all()):
-        raise InvalidInput(
-            f"the {name} with seed {seed} is not finite after {steps} steps; lower the learning rate (--lr, now "
-            f"{settings.peak_lr:g})."
-        )
+        remedy = f"lower the learning rate (--lr, now {settings.lr:g})."
+        raise InvalidInput(f"the {name} with seed {seed} is not finite after {steps} steps; {remedy}")
 
 
 def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Tensor, float]:
     """Train two models on half of the training rows each, and have each judge the other half.
 
     They are made as the compared model, and trained plainly, with a rate that decays in that time: for a quarter of
-    the epochs each, or for an eighth of the seconds each; for tokens, twice as long.
+    the epochs each, or for an eighth of the seconds each; for tokens, twice as long. Losses may not be infinite or NaN.
 
     Returns:
         The loss of each training row, shape (M,), or of each of its tokens, (M, T), on the device; the seconds it took.
-
-    Raises:
-        InvalidInput: A loss is infinite or NaN.
 
     References:
         Mindermann et al., ICML 2022, arXiv:2206.07137: the variant without a holdout set.
@@ -353,7 +315,7 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
     losses = torch.zeros(data.train_y.shape, device=data.train_x.device)
     spent_s = 0.0
     share = HOLDOUT_SHARE[data.unit]
-    epochs = max(1, round((settings.num_epochs or 0) / share))
+    epochs = max(1, round((settings.epochs or 0) / share))
     seconds = None if settings.seconds is None else settings.seconds / (2 * share)
     for nth, (mine, others) in enumerate((halves, halves[::-1])):
         torch.manual_seed(2**32 + 2 * seed + nth)
@@ -370,24 +332,20 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
 
 
 def _model_for(settings: Settings, data: Dataset) -> nn.Module:
-    """Build the model to train, from torch's own random state."""
-    model = build_model(settings.model_name, len(data.class_names), data.num_inputs)
+    model = build_model(settings.model, len(data.class_names), data.num_inputs)
     return model.to(data.train_x.device).train()
 
 
 def judge(model: nn.Module, inputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """The loss and the prediction of every entry of ``wanted``, in its shape; the model is in eval mode meanwhile."""
-    was_training = model.training
-    model.eval()
     losses, predicted = torch.zeros(wanted.shape, device=wanted.device), torch.zeros_like(wanted)
     rows = max(1, EVALUATED * len(wanted) // wanted.numel())
-    with torch.no_grad():
+    with evaluating(list(model.modules())), torch.no_grad():
         for at in range(0, len(inputs), rows):
             part = slice(at, at + rows)
             logits = model(inputs[part]).flatten(0, -2)
             losses[part] = F.cross_entropy(logits, wanted[part].flatten(), reduction="none").view_as(wanted[part])
             predicted[part] = logits.argmax(dim=1).view_as(wanted[part])
-    model.train(was_training)
     return losses, predicted
 
 

@@ -1,4 +1,4 @@
-"""Reducible losses: the loss of a row less its irreducible loss, the one that a holdout model has for it."""
+"""Parts of a step that look losses up by row id: those of a holdout model, and the remembered ones."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.checks import check_choice, check_losses_fn, check_numbers
+from rowprop.batch import take
+from rowprop.checks import check_choice, check_losses_fn, check_numbers, check_whole
+from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
-from rowprop.history.losses import check_ids, filled
+from rowprop.history.losses import LossHistory, check_ids, filled
 from rowprop.host import waits
 from rowprop.scoring import described, per_row, per_token, score_without_graph
-from rowprop.selection.base import NOTHING, Context, Selection
-from rowprop.selection.common import checked_scores
+from rowprop.selection.base import Context, Selection, asked, check_context
 from rowprop.selection.wrapped import Around
-from rowprop.state import rng_kept
+from rowprop.state import device_of, rng_kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,34 +26,23 @@ class ReducibleLoss(Around):
     """Select by the loss less the irreducible loss (RHO-LOSS): a selector around a selector.
 
     It is small for a mislabeled row, which is hard for the holdout model too, and for one already learnt. Calls need
-    ``ids``.
+    ``ids``, and cost one gather; where ids or ``irreducible`` are on an accelerator, the host reads one flag.
+
+    Biased towards rows that are learnable and not yet learnt; a selection that is unbiased for any scores stays so.
+    Reducible losses may be negative, which selectors that draw in proportion refuse. Source: Mindermann et al., ICML
+    2022, arXiv:2206.07137.
 
     Args:
         selector: Any selector; its scores are the reducible losses.
         irreducible: Losses under a model trained on other data, by row id, shape ``(M,)``, as :func:`holdout_losses`
-            gives them; NaN where unknown. In a step with ``unit="token"`` also ``(M, T)``, by a token's place in its
-            row.
-
-    Raises:
-        InvalidInput: An argument is of the wrong kind or shape; or, when called, there are no ids, a row or a token has
-            no irreducible loss, or the selector inside raises.
-
-    Cost:
-        One gather. Where ids or ``irreducible`` are on an accelerator, the host reads one flag.
-
-    Bias:
-        Biased towards rows that are learnable and not yet learnt; a selection that is unbiased for any scores stays so.
-        Reducible losses may be negative, which selectors that draw in proportion refuse.
+            gives them; NaN where unknown, which a call refuses. In a step with ``unit="token"`` also ``(M, T)``, by a
+            token's place in its row.
 
     Example:
         >>> from rowprop.selection import Context
         >>> selector = ReducibleLoss(TopK(keep=0.5), torch.tensor([0.1, 2.0, 0.3]))
         >>> selector(torch.tensor([2.5, 1.0]), Context(ids=torch.tensor([1, 2]))).rows.tolist()
         [1]
-
-    References:
-        Mindermann et al., "Prioritized Training on Points that are Learnable, Worth Learning, and Not Yet Learnt",
-        ICML 2022, arXiv:2206.07137.
     """
 
     irreducible: Tensor
@@ -63,12 +53,10 @@ class ReducibleLoss(Around):
         needed = "floating losses were needed, shape (M,) of rows or (M, T) of tokens; holdout_losses computes them."
         check_numbers("ReducibleLoss", "irreducible", table, needed)
         if table.dim() not in (1, 2) or table.numel() == 0 or not table.is_floating_point():
-            given = f"shape {tuple(table.shape)} and dtype {table.dtype}"
-            raise InvalidInput(f"ReducibleLoss got irreducible losses of {given} but {needed}")
+            raise InvalidInput(f"ReducibleLoss got {described(table, 'irreducible losses')} but {needed}")
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Select by the losses ``scores`` ``(N,)`` less the irreducible ones of the context's ids."""
-        scores, table = checked_scores("ReducibleLoss", scores, context), self.irreducible
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
+        table = self.irreducible
         places = [context.need("ids", "ReducibleLoss").to(table.device)]
         if table.dim() == 2:
             places.append(context.need("positions", "ReducibleLoss with losses of tokens").to(table.device))
@@ -83,7 +71,8 @@ class ReducibleLoss(Around):
             needed = "one of each was needed; run holdout_losses over all rows of the data."
             raise InvalidInput(f"ReducibleLoss has no irreducible loss of {some} (the first has {where}) but {needed}")
         # To an accelerator without waiting for it; the other way must wait.
-        return self._select(scores - known.to(scores.device, scores.dtype, non_blocking=waits(scores)), context)
+        known = known.to(scores.device, scores.dtype, non_blocking=waits(scores))
+        return asked(self.selector, scores - known, context)
 
 
 def holdout_losses(
@@ -95,24 +84,18 @@ def holdout_losses(
 ) -> Tensor:
     """Compute irreducible losses for :class:`ReducibleLoss`: the losses of a model trained on other rows.
 
+    They come by row id, shape ``(M,)`` with M the largest id plus 1, at least float32, on the CPU; NaN for ids that did
+    not come, the last loss of one that came twice. Of tokens they are ``(M, T)`` with the largest T, NaN behind a
+    shorter batch. A ``loader`` without such pairs is refused, and a ``losses_fn`` without losses of that unit.
+
     Args:
         model: The holdout model, trained on other rows; it runs in evaluation mode without a graph, and stays as it is.
         losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)`` or ``(N, 1)``.
         loader: Yields pairs of ids, shape ``(N,)``, int64, and the batch on the device that ``losses_fn`` needs; e.g. a
-            ``DataLoader`` over :class:`rowprop.history.WithIds` of the data to train on, every row once.
+            ``DataLoader`` over :class:`rowprop.history.WithIds` of the data to train on, every row once: one forward
+            over them, of a model that can be much smaller than the trained one.
         unit: ``"row"`` (default), or ``"token"`` where ``losses_fn`` returns those of each row's tokens, ``(N, T)``. T
             may differ between batches that are padded at the end of their rows.
-
-    Returns:
-        Losses by row id, shape ``(M,)`` with M the largest id plus 1, at least float32, on the CPU; NaN for ids that
-        did not come, the last loss of one that came twice. Of tokens ``(M, T)`` with the largest T, NaN behind a
-        shorter batch.
-
-    Raises:
-        InvalidInput: ``loader`` yields nothing or no such pairs, or ``losses_fn`` returns no losses of that unit.
-
-    Cost:
-        One forward over the data, of a model that can be much smaller than the trained one.
 
     Example:
         >>> model, data = torch.nn.Linear(2, 1), torch.randn(6, 2)
@@ -162,3 +145,52 @@ def _of_unit(returned: object, unit: str) -> Tensor:
         needed = "the losses of each row's tokens were needed, shape (N, T); view them so."
         raise InvalidInput(f"losses_fn returned {described(losses)} but {needed}")
     return losses.flatten(1).to(torch.promote_types(losses.dtype, torch.float32))
+
+
+class StaleScorer:
+    """Score rows by their stored losses, and run a forward only for rows whose stored loss is too old.
+
+    A row's loss is computed when it has none, and from then on at every ``staleness``-th visit; the losses of the rows
+    that the step trains count as fresh. The history is the step's: ``SelectiveBackprop(model, losses_fn, selector,
+    history=LossHistory(), scorer=StaleScorer(losses_fn), engine="recompute")``. Losses are up to ``staleness - 1``
+    visits old, and BatchNorm in training normalises over the scored rows alone. Sources: Jiang et al., 2019,
+    arXiv:1910.00762 (``StaleSB``); angelajiang/SelectiveBackprop, ``lib/fp_selectors.py``.
+
+    Args:
+        losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, 1)``, of the rows that need a forward.
+        staleness: Visits after which a row is scored anew, 1 (always) or more. Default 3, as published.
+
+    It costs a forward without a graph of about ``N / staleness`` rows, which the host reads; with ``recompute`` and the
+    kept fraction k ``F / staleness + k (F + B)``. One row alone is joined by another, because BatchNorm in training
+    needs two; under DDP and FSDP, whose ranks must run as many forwards, at least two rows have one.
+    """
+
+    def __init__(self, losses_fn: Callable[[Any, Any], Tensor], staleness: int = 3) -> None:
+        check_losses_fn("StaleScorer", losses_fn)
+        check_whole("StaleScorer", "staleness", staleness, 1)
+        self.losses_fn = losses_fn
+        self.staleness = staleness
+
+    def __call__(self, model: Any, batch: Any, context: Context) -> Tensor:
+        """Return the losses, stored or fresh, ``(N,)``, float32; needs ids and a LossHistory in the context."""
+        check_context("StaleScorer", context)
+        ids, history = context.need("ids", "StaleScorer"), context.need("history", "StaleScorer")
+        if not isinstance(history, LossHistory):
+            needed = "a LossHistory was needed, which remembers losses; give SelectiveBackprop one."
+            raise InvalidInput(f"StaleScorer got a {type(history).__name__} as history but {needed}")
+        scores = history.losses_of(ids)
+        stale = scores.isnan() | (history.age_of(ids) + 1 >= self.staleness)
+        rows = stale.nonzero().squeeze(1)
+        if rows.numel() == 0 and averages_gradients(model):  # the forward of another rank would wait for this one's
+            rows = rows.new_zeros(1)
+        if rows.numel() == 1 and scores.numel() > 1:
+            rows = torch.cat([rows, (rows + 1) % scores.numel()]).sort().values
+        on = device_of(model, batch) or scores.device
+        scores, rows = scores.to(on), rows.to(on)
+        if rows.numel() > 0:
+            part = batch if rows.numel() == scores.numel() else take(batch, rows)
+            fresh = per_row("losses_fn", self.losses_fn(model, part), rows.numel())
+            fresh = fresh.detach().to(on, torch.float32)
+            history.store(ids[rows.to(ids.device)], fresh)
+            scores = scores.index_copy(0, rows, fresh)
+        return scores
