@@ -112,6 +112,12 @@ def numbered(number: int) -> Backward:
     return _running.get(number) or outer()
 
 
+def node_name() -> str:
+    """The name of the node that autograd runs on this thread; empty for none."""
+    node = cast(Any, torch)._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
 _saved: dict[type[Any], tuple[str, ...]] = {}
 """For each type of node the names of its saved tensors, as autograd holds them."""
 

@@ -17,17 +17,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
-from rowprop.backprop.backward import Backward, running
-from rowprop.backprop.rowgrad import RowGrad, unwrap, wrap
+from rowprop.backprop.backward import Backward, outer, running
+from rowprop.backprop.rowgrad import RowGrad, plain, unwrap, wrap
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.registry import Rule, rule_of_function
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice
-from rowprop.backprop.watch import note_densified, note_full, note_sliced, watched
-
-
-def _rule_of(node: Any) -> Rule | None:
-    function = getattr(node, "_forward_cls", None)
-    return None if function is None else rule_of_function(function)
+from rowprop.backprop.watch import note, note_densified, watched
 
 
 class _Override:
@@ -64,11 +59,11 @@ class _Override:
             outcome = apply_rule(self.rule, node, [backward, *defined], {})
             name = node._forward_cls.__name__
             if type(outcome) is not Densify:
-                note_sliced(name)
+                note("sliced", name)
                 return wrap(outcome)
             if any(type(g) is RowGrad and g.full is None for g in grads):
                 note_densified(name, outcome.reason)
-            grads = _plain(grads)
+            grads = tuple(map(plain, grads))
         return backward(*grads)
 
     def boxed(self, box: list[Any]) -> Any:
@@ -129,14 +124,16 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
             leaves.append(node)
             continue
         name = node.name()
-        if _is_foreign(node, name):
-            rule = _rule_of(node)
+        in_python = isinstance(node, BackwardCFunction)
+        if name not in _TRANSPARENT if in_python else name.startswith("torch::autograd::CppNode"):
+            function = getattr(node, "_forward_cls", None)
+            rule = None if function is None else rule_of_function(function)
             undo.append(_densify_inputs(node, name) if rule is None else _Override.put(node, rule))
         elif name.startswith(_JOINS):
             undo.append(node.register_prehook(note_unused).remove)
         elif name == "torch::autograd::CopySlices":
             undo += _mark_copying(node)
-        elif name == kind.__name__ and not issubclass(kind, BackwardCFunction):
+        elif name == kind.__name__ and not in_python:
             _ORDINARY.add(kind)
     if watched():
         products = [node for node in nodes if node.name().startswith(_PRODUCTS)]
@@ -241,22 +238,16 @@ def _report_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
         return first == num_rows or first * second == num_rows or (second == num_rows and len(shape) > 2)
 
     def hook(grads: tuple[Any, ...]) -> None:
-        plain = [grad for grad in grads if isinstance(grad, Tensor) and type(grad) is not RowGrad]
-        shapes = [grad.shape for grad in plain if not grad.is_nested]
-        if len(shapes) == len(grads) and any(map(holds_all, shapes)):
-            note_full(name)
+        dense = [grad for grad in grads if isinstance(grad, Tensor) and type(grad) is not RowGrad]
+        shapes = [grad.shape for grad in dense if not grad.is_nested]
+        if len(shapes) == len(grads) and any(map(holds_all, shapes)) and not outer().densified:
+            note_densified(name, "a gradient of all rows comes to it: above, rows were summed into one another")
 
     return hook
 
 
 def _is_leaf(node: Any) -> bool:
     return type(node).__name__ == "AccumulateGrad"  # custom functions may have any attribute, and other names
-
-
-def _is_foreign(node: Any, name: str) -> bool:
-    if isinstance(node, BackwardCFunction):
-        return name not in _TRANSPARENT
-    return name.startswith("torch::autograd::CppNode")
 
 
 def _returned(nodes: list[Any], leaves: list[Any], held: Backward) -> set[Any]:
@@ -290,13 +281,9 @@ def _densify_inputs(node: Any, name: str) -> Callable[[], None]:
     def hook(grads: tuple[Any, ...]) -> tuple[Any, ...]:
         if any(type(grad) is RowGrad and grad.full is None for grad in grads):
             note_densified("custom function", f"{name}, a custom autograd function, receives a dense gradient")
-        return _plain(grads)
+        return tuple(map(plain, grads))
 
     return node.register_prehook(hook).remove
-
-
-def _plain(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(g.plain() if type(g) is RowGrad else g for g in grads)
 
 
 def _densify_output(place: int, hooked: bool) -> Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...] | None]:

@@ -54,13 +54,17 @@ class Layout:
         return self._parts
 
     def _major(self) -> int:
-        """Size of the first part."""
         return self.num_rows // prod(part.size for part in self.minor) if self.minor else self.num_rows
 
     @property
     def size(self) -> int:
         """Size of the dimension that the first part lies in."""
         return self.outer * self._major() * self.inner
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the parts."""
+        return tuple(part.size for part in self.parts)
 
     @property
     def plain(self) -> bool:
@@ -94,10 +98,6 @@ class Layout:
             if part.dim == self.dim:
                 outer, inner = (outer // part.size, inner) if part.outer < self.outer else (outer, inner // part.size)
         return Layout(self.dim, kept, outer, inner)
-
-    def kept_size(self, kept: int) -> int:
-        """Size of the first part's dimension when ``kept`` rows are left."""
-        return self.compact(kept).size
 
     def kept_shape(self, shape: Sequence[int], kept: int) -> list[int]:
         """``shape`` with ``kept`` rows left."""

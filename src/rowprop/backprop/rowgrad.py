@@ -17,10 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop.backward import node_name
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
 from rowprop.backprop.rules.registry import RULES, Op, op_name
 from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
-from rowprop.backprop.watch import note_densified, note_sliced
+from rowprop.backprop.watch import note, note_densified
 
 
 class RowGrad(Tensor):
@@ -120,16 +121,16 @@ class RowGrad(Tensor):
             if views:
                 if _takes_rows_apart(outcome, inner[0]) and _become_whole(args[0]):
                     outcome = apply_rule(rule, op, [unwrap(args[0]), *inner[1:]], named)
-                if type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and not _only_reads():
+                if type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and node_name() not in _READERS:
                     outcome = Densify("a part of the gradient that has no more rows than are kept may be written to")
         if type(outcome) is Densify:
             if any(type(v) is RowGrad and v.full is None for v in leaves(args, kwargs)):
                 note_densified(name, outcome.reason)
             if target is not None:
                 target.shared()
-            out = func(*map_leaves(args, _plain), **map_leaves(kwargs, _plain))
+            out = func(*map_leaves(args, plain), **map_leaves(kwargs, plain))
             return wrap(outcome.after(out)) if target is None else target
-        note_sliced(name)
+        note("sliced", name)
         if target is not None:
             if target.full is None:
                 _write(name, target, outcome)
@@ -149,7 +150,7 @@ class RowGrad(Tensor):
                 return func(*args, **kwargs)
             name = getattr(func, "__name__", str(func))
             note_densified(name, "Python code (a hook or a custom function) read or changed the gradient")
-            return func(*map_leaves(args, _plain), **map_leaves(kwargs, _plain))
+            return func(*map_leaves(args, plain), **map_leaves(kwargs, plain))
 
 
 _PROPERTIES = "shape dtype device ndim requires_grad is_leaf grad_fn layout is_sparse is_cuda".split()
@@ -172,7 +173,8 @@ def _scales(args: Sequence[Any]) -> bool:
     )
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A gradient as a dense tensor; anything else as it is."""
     return value.plain() if type(value) is RowGrad else value
 
 
@@ -261,11 +263,6 @@ def _is_dense_part(outcome: Any, viewed: Tensor) -> bool:
 
 _READERS = frozenset({"CatBackward0", "StackBackward0"})
 """Nodes whose formulas read parts of the gradient along the rows and write to none of them."""
-
-
-def _only_reads() -> bool:
-    node = cast(Any, torch)._C._current_autograd_node()
-    return node is not None and node.name() in _READERS
 
 
 def _write(name: str, target: Any, outcome: Any) -> None:

@@ -89,12 +89,12 @@ class Sequences:
         ``room`` is the most tokens of a group, for the memory that its mask takes; one sequence always fits. ``near``:
         the sequences of a group follow one another, so that a tensor of them is a view.
         """
-        order, counts, _ = self.g.rows.together(self.g.layout, self.places)
+        order, counts, _ = self.g.rows.together(self.g.layout.sizes, self.places)
         return self.g.rows.once(_groups, order, counts, self.at, room, A_CALL // max(1, flops), near)
 
     def joined(self, groups: Sequence[Group], values: Sequence[Tensor]) -> Tensor | RowSlice:
         """The results of each group, (sequences, ...), put together; sliced if not every sequence keeps a token."""
-        *_, rows = self.g.rows.together(self.g.layout, self.places)
+        *_, rows = self.g.rows.together(self.g.layout.sizes, self.places)
         part, every, found = self.batch, rows.kept == self.batch.size, values[0]
         if len(values) > 1:
             order = sorted(range(1, found.ndim), key=found.stride, reverse=True)  # a kernel's heads may lie innermost
@@ -131,7 +131,7 @@ def sequences_of(g: RowSlice, time: int) -> Sequences | None:
     first, second = (_parts_in(g.layout, dim) for dim in (0, time))
     if first is None or second is None:
         return None
-    return Sequences(g, first[1], second[1], first[0], g.rows.some_parts(g.layout, second[0]).index)
+    return Sequences(g, first[1], second[1], first[0], g.rows.some_parts(g.layout.sizes, second[0]).index)
 
 
 def queries_of(g: RowSlice, time: int) -> Sequences | None:

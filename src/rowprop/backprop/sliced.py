@@ -83,7 +83,7 @@ class RowSlice:
         place = self.part_of(dim)
         if size < 1:
             raise NeedsAllRows("nothing is left of the batch")
-        rows, change = self.rows.renumbered(self.layout, place, size, by)
+        rows, change = self.rows.renumbered(self.layout.sizes, place, size, by)
         values, within = self.values, self.layout.compact(self.rows.kept)
         if change is not None and change.dtype == torch.bool:
             values = _without(values, change, within)
@@ -95,13 +95,13 @@ class RowSlice:
 
     def entries(self, dim: int) -> Tensor:
         """The kept rows' entries in a dimension that one part of their index has to itself, (K,)."""
-        return self.rows.indices(self.layout)[self.part_of(dim)]
+        return self.rows.indices(self.layout.sizes)[self.part_of(dim)]
 
     def moved(self, dim: int, size: int, entries: Tensor) -> RowSlice | Tensor:
         """This gradient with each row at another entry, (K,), of a dimension that gets ``size`` entries."""
-        place, indices = self.part_of(dim), list(self.rows.indices(self.layout))
+        place, sizes = self.part_of(dim), list(self.layout.sizes)
+        indices, sizes[place] = list(self.rows.indices(self.layout.sizes)), size
         indices[place] = entries.long()
-        sizes = [size if number == place else part.size for number, part in enumerate(self.layout.parts)]
         rows = self.rows.derived(joined(indices, sizes), prod(sizes), unique=False, absent=self.rows.absent)
         rows.whole = self.rows.whole if place > 0 and self.rows.lies_in_whole(self.layout) else None
         return self.on(rows, self.values, place, size)
@@ -132,7 +132,7 @@ class RowSlice:
         if layout.num_rows + self.rows.kept >= self.rows.num_rows:
             raise NeedsAllRows("a dense gradient is joined to a sliced one")
         rows = self.rows.all_of(layout.num_rows)
-        return RowSlice(gather_plain(dense, rows.index, layout, rows.indices(layout)), rows, layout, dense.shape)
+        return RowSlice(gather_plain(dense, rows.index, layout, rows.indices(layout.sizes)), rows, layout, dense.shape)
 
     def spread(self, dim: int) -> RowSlice:
         """This gradient with the entries of a dimension that holds no rows as the fastest part of the rows' index."""
@@ -151,7 +151,7 @@ class RowSlice:
 
     def coarsened(self, place: int) -> RowSlice:
         """This gradient, sliced over one part of its rows' index: reading how many entries it has may be a wait."""
-        part, indices = self.layout.parts[place], list(self.rows.indices(self.layout))
+        part, indices = self.layout.parts[place], list(self.rows.indices(self.layout.sizes))
         origin, coarse, larger = self.rows.origin, None, indices[place]
         if self.rows.lies_in_whole(self.layout) and place == 0:
             coarse, indices[place] = cast("tuple[RowSet, Tensor]", self.rows.whole)
@@ -163,12 +163,12 @@ class RowSlice:
             indices[place] = slots[larger]
             coarse = origin if bool((indices[place] >= 0).all()) else None
         if coarse is None:
-            *_, coarse = self.rows.together(self.layout, (place,))
+            *_, coarse = self.rows.together(self.layout.sizes, (place,))
             indices[place] = torch.searchsorted(coarse.index, larger)
         small = _resized(self.layout, place, coarse.kept)
         layout = Layout(part.dim, part.size, part.outer, part.inner)
         out = self.values.new_zeros(layout.kept_shape(self.shape, coarse.kept))
-        index = joined(indices, [p.size for p in small.parts])
+        index = joined(indices, small.sizes)
         return RowSlice(scatter_add(out, self.values, index, small, parts=indices), coarse, layout, self.shape)
 
     def dense(self) -> Tensor:
@@ -179,7 +179,8 @@ class RowSlice:
 
     def add_into(self, out: Tensor, alpha: Any = 1) -> Tensor:
         """Add the kept rows to a full-size plain tensor, in place."""
-        return scatter_add(out, self.values, self.rows.index, self.layout, alpha, self.rows.indices(self.layout))
+        parts = self.rows.indices(self.layout.sizes) if self.layout.minor else ()
+        return scatter_add(out, self.values, self.rows.index, self.layout, alpha, parts)
 
 
 class Zeros:
@@ -295,7 +296,7 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
         raise NeedsAllRows("rows would have to be taken from a sparse tensor")
     if rows.recompute is not None:
         return rows.recompute(tensor, layout)
-    parts = rows.indices(layout) if layout.minor else ()
+    parts = rows.indices(layout.sizes) if layout.minor else ()
     if type(tensor) is not Tensor or tensor.is_meta:  # it has no memory of its own to be recognised by
         return gather_plain(tensor, rows.index, layout, parts)
     storage = cast(Any, tensor.untyped_storage())._cdata
@@ -368,7 +369,7 @@ def _of_parts(tensor: Tensor, layout: Layout, places: Sequence[int], parts: Sequ
             tensor = tensor.narrow(part.dim, 0, 1)
     some = layout_as([layout.parts[place] for place in places])
     indices = [parts[place] for place in places]
-    kept = gather_plain(tensor, joined(indices, [part.size for part in some.parts]), some, indices)
+    kept = gather_plain(tensor, joined(indices, some.sizes), some, indices)
     return kept.transpose(some.dim, layout.dim)
 
 
@@ -465,7 +466,7 @@ def sliced_again(full: Tensor, rows: RowSet, layout: Layout) -> RowSlice:
 
 def taken_once(values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int]) -> RowSlice:
     """A gradient of values taken out of a full-size one: a row that repeats counts once, and one that fell out not."""
-    if rows.again is not None:
+    if not rows.unique:
         values = _without(values, rows.again, layout.compact(rows.kept))
     return RowSlice(values, rows, layout, shape)
 

@@ -17,7 +17,7 @@ from rowprop.backprop.compiled.trace import OnRows, Run, undefined
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rows import Hook
 from rowprop.backprop.sliced import RowSet, RowSlice, Zeros, gather_plain
-from rowprop.backprop.watch import note_densified, note_sliced
+from rowprop.backprop.watch import note, note_densified
 
 _counter = itertools.count()
 
@@ -220,7 +220,7 @@ class Variant:
         del out[len(self.results) :]
         for name, reason in self.notes:
             if reason is None:
-                note_sliced(name)
+                note("sliced", name)
             else:
                 note_densified(name, reason)
         known = self._with_kept(sizes, rows.kept)

@@ -24,7 +24,7 @@ from rowprop.backprop.rules.registry import function_rule, op_name, rule
 from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.sequences import A_CALL, Group, Packed, attend, packed_of, queries_of
 from rowprop.backprop.sliced import Densify, RowSlice, check_readable, sliced_again, taken_once, whole_rows
-from rowprop.backprop.watch import note_cut, note_densified
+from rowprop.backprop.watch import note, note_densified
 
 ALL = "the kernel takes all tokens"
 _OPERANDS = "query", "key", "value", "out", "logsumexp"
@@ -98,7 +98,7 @@ def _of_queries(call: Call, g: RowSlice, time: int) -> Any:
         return attention_backward(call.op, whole_rows(g), *call.args[1:], **call.kwargs)
     cut = g.rows.attention == "cut" and call.key.shape[time] == g.shape[time]
     if cut:
-        note_cut(op_name(call.op))
+        note("cut", op_name(call.op))
     if call.op is not _CPU or time != 2:  # the CPU has no dropout in the kernel
         return Densify(ALL, g, _dims(call, g.dim, cut))
     check_readable(g.rows.index, "how many tokens each sequence keeps")
@@ -182,7 +182,7 @@ def _of_packed(call: Call, g: RowSlice, lengths: list[Any]) -> Any:
             return found
     cut = g.rows.attention == "cut" and _same_lengths(*lengths)
     if cut:
-        note_cut(op_name(call.op))
+        note("cut", op_name(call.op))
     return Densify(ALL, g, _dims(call, time, cut))
 
 
@@ -220,7 +220,7 @@ def _of_sequences(
 
     cut = found.same and g.rows.attention == "cut"
     if cut:
-        note_cut(name)
+        note("cut", name)
     if cut or (found.same and found.whole):
         dk, dv = at_kept(dk), at_kept(dv)
     elif found.rows is not None:
@@ -255,6 +255,6 @@ def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
     note_densified("varlen_attn", ALL)
     dq, dk, dv, *rest = backward(g.dense(), *others)
     if g.rows.attention == "cut" and _same_lengths(*lengths) and query.shape[0] == key.shape[0]:
-        note_cut("varlen_attn")
+        note("cut", "varlen_attn")
         dk, dv = (sliced_again(d, g.rows, g.layout) for d in (dk, dv))
     return sliced_again(dq, g.rows, g.layout), dk, dv, *rest

@@ -14,7 +14,7 @@ from torch import Tensor
 from rowprop.backprop.rules.registry import function_rule, rule
 from rowprop.backprop.sequences import Group, Sequences, attend, queries_of
 from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
-from rowprop.backprop.watch import note_cut
+from rowprop.backprop.watch import note
 
 
 @rule("flex_attention_backward")
@@ -105,7 +105,7 @@ def _of_queries(
 
     dq, dk, dv, found = attend(kept, grads, operands, cut, kernel)
     if cut:
-        note_cut("flex_attention")
+        note("cut", "flex_attention")
     totals = (None if captured[0] is None else sum(captured) for captured in zip(*found, strict=True))
     return dq, dk, dv, tuple(totals)
 

@@ -68,7 +68,7 @@ def on_kept_rows(
     place = NodeWith(node, saved_tensors=tuple(kept), **replaced)
     returned: Any = cast(Any, type(node)).apply(place, *_values(node, gradients, dims, g))
     results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
-    size = layout.kept_size(rows.kept)
+    size = layout.compact(rows.kept).size
     return tuple(
         r if d is None or not isinstance(r, Tensor) else g.like(r, _place(layout, r.shape, d, size))
         for r, d in zip(results, _each(grads, len(results), "gradients"), strict=True)

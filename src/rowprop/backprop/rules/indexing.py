@@ -39,7 +39,7 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     # A plain target counts as zeros: no formula of autograd scatters a gradient into another plain tensor. (Python code
     # and foreign nodes receive dense gradients.)
     if type(out) is Zeros and isinstance(src, Tensor):
-        return op(_plain_zeros(out), dim, index, src)
+        return op(out.dense(), dim, index, src)  # counts of the entries of an index, as for a mean
     if type(src) is not RowSlice or type(out) is RowSlice:
         return Densify("the target of the scatter is sliced")
     if len(out.shape) != src.ndim:
@@ -72,11 +72,6 @@ def _varying(index: Tensor, dims: Sequence[int], dim: int, shape: Sequence[int])
             return None
         index = index.narrow(d, 0, 1)
     return index
-
-
-def _plain_zeros(zeros: Zeros) -> Tensor:
-    """Zeros in which a formula counts the entries of the index, as for a mean: the counts hold no gradient."""
-    return torch.zeros(zeros.shape, dtype=zeros.dtype, device=zeros.device)
 
 
 @rule("scatter.value", "index_fill.int_Scalar")
@@ -136,7 +131,7 @@ def _kept_of(g: RowSlice, index: Tensor) -> Any:
 def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1) -> Any:
     """Into zeros. Along the batch nothing is computed: the same values belong to other rows."""
     if type(out) is Zeros and isinstance(g, Tensor):
-        return op(_plain_zeros(out), dim, index, g, alpha=alpha)
+        return op(out.dense(), dim, index, g, alpha=alpha)
     if type(out) is not Zeros or type(g) is not RowSlice:
         return Densify("the target of the sum is not fresh zeros")
     dim %= g.ndim

@@ -42,7 +42,7 @@ def _some_parts(g: RowSlice, left: tuple[int, ...]) -> RowSlice:
     if any(part.outer != 1 or part.inner != 1 for part in (parts[0], first)):
         raise NeedsAllRows("the sum goes over a part of the rows that is merged with another dimension")
     minor = tuple(parts[place] for place in left[1:])
-    rows = g.rows.some_parts(g.layout, left)
+    rows = g.rows.some_parts(g.layout.sizes, left)
     values = g.values.transpose(parts[0].dim, first.dim)
     layout = Layout(first.dim, rows.num_rows, 1, 1, minor)
     return RowSlice(values, rows, layout, [g.shape[d] if layout.holds(d) else n for d, n in enumerate(values.shape)])
