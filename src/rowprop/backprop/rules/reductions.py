@@ -1,4 +1,4 @@
-"""Sums and means, and the running sums."""
+"""Sums and means, and ops along dimensions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,13 @@ def mean(op: Any, g: RowSlice, dims: Sequence[int] | None = None, *keepdim: bool
     return total.like(total.values / count) if type(total) is RowSlice else total / count
 
 
-@rowlocal("cumsum", why="the running sum goes over the batch")
-def cumsum(call: Call, ndim: int) -> Iterable[int]:
-    """Running sums along a dimension that holds no rows."""
+@rowlocal("cumsum", "glu_backward", why="the op runs over the batch", positions=True)
+def along(call: Call, ndim: int) -> Iterable[int]:
+    """Running sums, and gated halves, of a dimension that holds no rows."""
     return (call.dim,)
+
+
+@rowlocal("_fft_c2c", "_fft_r2c", "_fft_c2r", "rot90", why="the op runs over the batch")
+def transform(call: Call, ndim: int) -> Iterable[int]:
+    """Fourier transforms over dimensions that hold no rows, and quarter turns in them."""
+    return call.first("dim", "dims")
