@@ -118,8 +118,7 @@ def node_name() -> str:
     return "" if node is None else node.name()
 
 
-_saved: dict[type[Any], tuple[str, ...]] = {}
-"""For each type of node the names of its saved tensors, as autograd holds them."""
+_saved: dict[type[Any], tuple[str, ...]] = {}  # of each type of node, the names that autograd gives its saved tensors
 
 
 def unpacks() -> bool:

@@ -28,14 +28,11 @@ class RowGrad(Tensor):
     """The gradient as autograd sees it. It never leaves a backward: leaves and Python code get plain tensors."""
 
     sliced: RowSlice | Zeros | None
-    full: Tensor | None = None
-    """Set when the gradient is densified; from then on this is the gradient."""
+    full: Tensor | None = None  # set when the gradient is densified; from then on this is the gradient
     viewed: tuple[RowGrad, Callable[[Tensor], Any]] | None = None
     """If this is a view: the gradient viewed, and a function that views a tensor the same way."""
-    unused: tuple[int, ...] = ()
-    """Places beside this gradient, among those of its node, in which autograd puts zeros."""
-    made: tuple[RowSet, Any] | None = None
-    """Where the device has streams: the rows, and the stream that the memory was last used on."""
+    unused: tuple[int, ...] = ()  # places beside this gradient, among those of its node, in which autograd puts zeros
+    made: tuple[RowSet, Any] | None = None  # where the device has streams: the rows, and the memory's last stream
 
     @staticmethod
     def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
@@ -119,7 +116,11 @@ class RowGrad(Tensor):
             named = {k: unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
             outcome = apply_rule(rule, op, inner, named)
             if views:
-                if _takes_rows_apart(outcome, inner[0]) and _become_whole(args[0]):
+                viewed = inner[0]
+                # As autograd undoes an in-place op that wrote to some tokens of each row only.
+                copying = type(viewed) is RowSlice and viewed.layout.minor and viewed.rows.copying
+                apart = copying and (type(outcome) is not RowSlice or outcome.rows is not viewed.rows)
+                if apart and _become_whole(args[0]):
                     outcome = apply_rule(rule, op, [unwrap(args[0]), *inner[1:]], named)
                 if type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and node_name() not in _READERS:
                     outcome = Densify("a part of the gradient that has no more rows than are kept may be written to")
@@ -190,8 +191,7 @@ def unwrap(value: Any) -> Any:
     return value
 
 
-_WRAPPERS = frozenset({RowGrad, list, tuple})
-"""Types of operands that hold a gradient or may hold one."""
+_WRAPPERS = frozenset({RowGrad, list, tuple})  # types of operands that hold a gradient or may hold one
 
 
 def _unwrap_all(values: Sequence[Any]) -> list[Any]:
@@ -228,16 +228,6 @@ def _traits(func: Any) -> tuple[str, bool, bool, Op | None]:
         functional = getattr(packet, schema.overload_name or "default", None)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     return op_name(func), writes, views, functional
-
-
-def _takes_rows_apart(outcome: Any, viewed: Any) -> bool:
-    """Whether a view that autograd writes to next, as it undoes an in-place op, has other rows than what it views.
-
-    It is so where tokens are the rows and the op wrote to some tokens only.
-    """
-    if type(viewed) is not RowSlice or not viewed.layout.minor or not viewed.rows.copying:
-        return False
-    return type(outcome) is not RowSlice or outcome.rows is not viewed.rows
 
 
 def _become_whole(base: RowGrad) -> bool:

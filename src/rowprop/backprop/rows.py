@@ -274,8 +274,7 @@ class Affine(NamedTuple):
     factor: int = 1
     offset: int = 0
     divisor: int = 1
-    wraps: bool = False
-    """Whether entries that leave at one end come in at the other."""
+    wraps: bool = False  # whether entries that leave at one end come in at the other
 
     def keeps_all(self, size: int, new: int) -> bool:
         """Whether none of ``size`` entries falls out when there are ``new`` ones."""

@@ -184,7 +184,9 @@ def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Calla
         return on_kept_rows(node, gradients, **where)
 
     def declare(function: F) -> F:
-        if not _has_backward(function):
+        base, own = cast("list[Any]", [torch.autograd.Function, function])
+        is_function = isinstance(own, type) and issubclass(own, base)
+        if not is_function or (own.backward is base.backward and own.vjp is base.vjp):
             raise InvalidInput(
                 f"rowwise decorates {function!r} but a subclass of torch.autograd.Function with a backward was needed."
             )
@@ -194,12 +196,6 @@ def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Calla
         return function
 
     return declare
-
-
-def _has_backward(function: Any) -> bool:
-    base: Any = torch.autograd.Function
-    is_function = isinstance(function, type) and issubclass(function, base)
-    return is_function and (function.backward is not base.backward or function.vjp is not base.vjp)
 
 
 def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:

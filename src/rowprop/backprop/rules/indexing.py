@@ -330,7 +330,12 @@ def _put_indexed_rows(op: Any, out: Zeros, indices: list[Any], used: list[int], 
     if g.layout.plain and kept[dim] is not indices[dim] and rows.numel() == count < total:
         picked = g.rows.origin is None and g.rows.num_rows == total  # not tokens on their way to experts
         if picked and used == [dim, dim + 1] and width == 1 and len(out.shape) > dim + 2 and takes_tokens(g):
-            return _token_of_each(g, rows, kept[dim + 1], out.shape, dim)
+            # A token of each row, as the last ones of sequences that are padded: these become the rows.
+            rows, tokens = _numbers_of(rows, total), _numbers_of(kept[dim + 1], out.shape[dim + 1])
+            whole, shape = g.rows.derived(rows, total, unique=False), list(g.shape)
+            shape[dim : dim + 1] = [total, 1]
+            one = RowSlice(g.values.unsqueeze(dim + 1), whole, Layout(dim, total), shape)
+            return one.spread(dim + 1).moved(dim + 1, out.shape[dim + 1], tokens.expand(count))
         kept[dim] = torch.arange(count, device=rows.device).view(rows.shape)
         shape = [count if d == dim else size for d, size in enumerate(out.shape)]
         values = op(g.values.new_zeros(shape), kept, g.values, True)
@@ -339,14 +344,6 @@ def _put_indexed_rows(op: Any, out: Zeros, indices: list[Any], used: list[int], 
     if used[-1] - used[0] + 1 != len(used):
         return Densify("the index runs over the batch and more")
     return _put_entries(op, out, indices, used, g)
-
-
-def _token_of_each(g: RowSlice, rows: Tensor, tokens: Tensor, shape: Sequence[int], dim: int) -> Any:
-    """The gradient of a token of each row, as of the last ones of sequences that are padded: these become the rows."""
-    whole = g.rows.derived(_numbers_of(rows, shape[dim]), shape[dim], unique=False)
-    one = [shape[dim] if d == dim else n for d, n in enumerate(g.shape)]
-    g = RowSlice(g.values.unsqueeze(dim + 1), whole, Layout(dim, shape[dim]), [*one[: dim + 1], 1, *one[dim + 1 :]])
-    return g.spread(dim + 1).moved(dim + 1, shape[dim + 1], _numbers_of(tokens, shape[dim + 1]).expand(whole.kept))
 
 
 def _put_entries(op: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int], g: RowSlice) -> Any:

@@ -91,8 +91,7 @@ def _fused_linear_cross_entropy(node: Any, backward: Any, *grads: Any) -> Any:
     return on_kept_rows(node, grads, saved=(0, None, 0, None), grads=(0, ...), outputs=(0, ...))
 
 
-_MULTIPLE = 16
-"""The products of float8 kernels need as many rows, or a multiple."""
+_MULTIPLE = 16  # the products of float8 kernels need as many rows, or a multiple
 
 
 @function_rule("torchao.float8.float8_linear.matmul_with_hp_or_float8_args")

@@ -168,9 +168,6 @@ def is_zero(value: Any) -> bool:
     return _FILLS_ZEROS.fullmatch(node_name()) is not None
 
 
-# --- sums of gradients ----------------------------------------------------------------------------------------------
-
-
 @rule("add.Tensor", "sub.Tensor", fills_zeros=True, positions=True)
 def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     """Two gradients of the same rows add at K rows."""

@@ -18,20 +18,14 @@ class Rule:
     """How an op, or a custom autograd function, acts on a row-sliced gradient."""
 
     run: Callable[..., Any]
-    family: str
-    """The module that declared the rule: a heading of the support matrix."""
-    positions: bool = False
-    """Whether the rule also takes rows that are positions in several dimensions."""
-    fills_zeros: bool = False
-    """Whether the rule also takes :class:`~rowprop.backprop.sliced.Zeros` as the tensor written to."""
-    apart: bool = False
-    """Whether the rule takes operands that hold different rows."""
+    family: str  # the module that declared the rule: a heading of the support matrix
+    positions: bool = False  # whether the rule also takes rows that are positions in several dimensions
+    fills_zeros: bool = False  # whether the rule also takes zeros as the tensor written to
+    apart: bool = False  # whether the rule takes operands that hold different rows
 
 
-RULES: dict[Op, Rule] = {}
-"""The rule of each aten op."""
-FUNCTION_RULES: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
-"""The rule of each custom ``autograd.Function`` class."""
+RULES: dict[Op, Rule] = {}  # the rule of each aten op
+FUNCTION_RULES: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()  # of autograd.Function classes
 _NAMED: dict[str, Rule] = {}
 _KINDS: list[tuple[Callable[[type], bool], Rule]] = []
 
