@@ -153,10 +153,8 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
 
 
 def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A hook on a node that puts zeros in the place of undefined gradients: tells a sliced one where they will be.
-
-    Only a read could tell the zeros from a dense gradient later. The note is for this node alone: on a new wrapper.
-    """
+    """A hook on a node that puts in zeros for undefined gradients: tells a sliced one, in a new wrapper, where."""
+    # Only a read could tell the zeros from a dense gradient later.
     first = next((place for place, g in enumerate(grads) if _rows_of(g) is not None), None)
     unused = tuple(place for place, g in enumerate(grads) if g is None)
     if first is None or not unused:
@@ -192,11 +190,9 @@ def is_own(node: Any) -> bool:
 
 
 def _step_aside() -> list[Callable[[], Any]]:
-    """Make torch's own FLOP counter leave sliced gradients to their rules, so that it counts the ops at K rows.
-
-    A dispatch mode sees an op before a tensor subclass does, and the full shape that the gradient claims. If it answers
-    NotImplemented instead, the rule runs and the mode sees the rule's ops.
-    """
+    """Make torch's own FLOP counter leave sliced gradients to their rules, so that it counts the ops at K rows."""
+    # A mode sees an op, and the shape that the gradient claims, before a subclass does. If it answers NotImplemented,
+    # the rule runs and the mode sees the rule's ops.
     undo: list[Callable[[], Any]] = []
     for mode in cast("list[Any]", _get_current_dispatch_mode_stack()):
         if type(mode).__module__ == "torch.utils.flop_counter" and "__torch_dispatch__" not in vars(mode):
@@ -215,13 +211,13 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
     held: list[RowSet] = []
 
     def enter(grads: tuple[Any, ...]) -> None:
-        held.extend(rows for rows in map(_rows_of, grads) if rows is not None)
+        held.extend(rows.origin or rows for rows in map(_rows_of, grads) if rows is not None)
         for rows in held:
-            rows.copying = True
+            rows.marked = True
 
     def leave(*_: Any) -> None:
         while held:
-            held.pop().copying = False
+            held.pop().marked = False
 
     return [leave, node.register_prehook(enter).remove, node.register_hook(leave).remove]
 

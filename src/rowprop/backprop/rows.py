@@ -97,7 +97,7 @@ class RowSet:
         self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these are some of, and their places there
         self.hook: Hook | None = None
         self.attention = attention
-        self._copying = False
+        self.marked = False  # see copying
         self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
         # Where the device has streams: those that gradients of these rows were used on, once there are several.
@@ -140,11 +140,7 @@ class RowSet:
     @property
     def copying(self) -> bool:
         """Whether autograd undoes an in-place op on a view, with copies of its own; of all derived rows together."""
-        return (self.origin or self)._copying
-
-    @copying.setter
-    def copying(self, value: bool) -> None:
-        (self.origin or self)._copying = value
+        return (self.origin or self).marked
 
     @property
     def stream(self) -> Any:

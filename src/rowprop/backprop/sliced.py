@@ -289,8 +289,8 @@ def whole_rows(value: Any, dim: int | None = None) -> Any:
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     """The kept rows of a full-size plain tensor; the result must not be written to.
 
-    Neighbouring layers often save the same activation, one as its result, the next as its input: the last two gathers
-    are remembered. What an unpack hook returns is gathered each time: it may have filled the same memory anew.
+    The last two are remembered: a layer's result is the next one's input. What an unpack hook returns is gathered each
+    time: it may have filled the same memory anew.
     """
     if tensor.layout is not torch.strided:
         raise NeedsAllRows("rows would have to be taken from a sparse tensor")
@@ -320,10 +320,8 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
 
     The result keeps the tensor's order of dimensions in memory, so that kernels find the strides they expect: fused
     attention assumes a stride of 1 for the width without a check. Expanded dimensions stay expanded.
-
-    A kernel called within a tensor subclass reads the memory below the flag of a lazy conjugate or negative. So the
-    flag is removed first, and its meaning is computed on the kept rows.
     """
+    # A kernel within a tensor subclass reads the memory below these flags: they are removed, and computed on kept rows.
     if tensor.is_conj():
         return gather_plain(tensor.conj(), index, layout, parts).conj_physical()
     if tensor.is_neg():
@@ -439,16 +437,12 @@ def rows_apart(tensor: Tensor, layout: Layout) -> Tensor:
 class Densify:
     """A rule's answer if the op has to run at full size: its rows mix, or its kernel cannot run on fewer rows.
 
-    Attributes:
-        reason: Why; it finishes the sentence "densified: ...".
-        like: A sliced operand, if rows do not mix and only the kernel needs all of them. The results are then zero
-            outside the kept rows and go on sliced. Default None: the results are dense.
-        dims: With ``like``: for each result the dimension that its rows lie in, None for a result without rows.
+    If only the kernel needs all rows, the results are zero outside the kept ones and go on sliced ``like`` an operand.
     """
 
-    reason: str
+    reason: str  # finishes the sentence "densified: ..."
     like: RowSlice | None = None
-    dims: tuple[int | None, ...] = ()
+    dims: tuple[int | None, ...] = ()  # with ``like``: where the rows of each result lie, None for one without rows
 
     def after(self, out: Any) -> Any:
         """The results to go on with, made from the op's results at full size."""

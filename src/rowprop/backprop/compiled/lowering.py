@@ -172,20 +172,17 @@ class Backward:
             out = self._on_rows(args)
             if out is not None:
                 return out
-            self._densify(args)
+            # Sliced and undefined gradients become full-size ones, laid out as the graph expects them.
+            known = self.sizes(args)
+            for place, (a, fake) in enumerate(zip(args, self.inputs, strict=True)):
+                if type(a) is RowSlice:
+                    args[place] = _ordered(a.dense(), _order(fake))
+                elif a is None and isinstance(fake, Tensor):
+                    shape = [_evaluator(size)(known) for size in fake.shape]
+                    args[place] = _ordered(torch.zeros(shape, dtype=fake.dtype, device=fake.device), _order(fake))
         if self.dense is None:
             self.dense = self.compiled(lambda *values: Run(self.graph).run(*values), self.inputs)
         return self.dense(args)
-
-    def _densify(self, args: list[Any]) -> None:
-        """Replace sliced and undefined gradients by full-size ones, laid out as the graph expects them."""
-        known = self.sizes(args)
-        for place, (a, fake) in enumerate(zip(args, self.inputs, strict=True)):
-            if type(a) is RowSlice:
-                args[place] = _ordered(a.dense(), _order(fake))
-            elif a is None and isinstance(fake, Tensor):
-                shape = [_evaluator(size)(known) for size in fake.shape]
-                args[place] = _ordered(torch.zeros(shape, dtype=fake.dtype, device=fake.device), _order(fake))
 
     def compiled(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Trace a function of fake inputs, and compile the traced graph."""

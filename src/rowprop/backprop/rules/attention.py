@@ -22,7 +22,7 @@ from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.functions import NodeWith
 from rowprop.backprop.rules.registry import function_rule, op_name, rule
 from rowprop.backprop.rules.rowlocal import Call
-from rowprop.backprop.sequences import A_CALL, Group, Packed, Sequences, attend, packed_of, queries_of
+from rowprop.backprop.sequences import A_CALL, Group, Packed, attend, packed_of, queries_of
 from rowprop.backprop.sliced import Densify, RowSlice, check_readable, sliced_again, taken_once, whole_rows
 from rowprop.backprop.watch import note, note_densified
 
@@ -191,13 +191,9 @@ def _of_sequences(
 ) -> Any:
     """Run a kernel's backward on the sequences that hold a kept token; None if it cannot be known which these are.
 
-    Args:
-        name: The op or function, for the report.
-        g: The gradient of the output, whose rows lie in the first dimension.
-        operands: Queries, keys, values, the output (T, heads, width), and its log-sum-exp (heads, T).
-        lengths: Where the sequences of the queries and of the keys begin and end.
-        kernel: Takes the output's gradient, the operands, both lengths, and the longest of each. It returns the
-            gradients of queries, keys and values, and others.
+    ``operands`` are queries, keys, values and output, (T, heads, width), and its log-sum-exp, (heads, T). The kernel
+    takes the output's gradient, these, where the sequences of queries and of keys begin and end, and the longest of
+    each. It returns the gradients of queries, keys and values, and others.
     """
     query, key, value, out, logsumexp = operands
     if tuple(logsumexp.shape) != tuple(query.shape[1::-1]):
@@ -320,40 +316,32 @@ def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = No
     if not isinstance(largest, Tensor) or len(sizes) < 4 or (sizes[1], sizes[3]) != (1, sizes[2] + 1):
         return Densify("flex_attention does not save what it saves in torch 2.9 to 2.15")
     blocks, tensors = rest[: sizes[3] + 1], rest[sizes[3] + 1 :]
-    op, count = torch.ops.higher_order.flex_attention_backward, node._score_mod_other_buffers_len
+    op: Any = torch.ops.higher_order.flex_attention_backward
+    count = node._score_mod_other_buffers_len
     more = node.scale, node.kernel_options, tensors[:count], tensors[count:]
-    graphs = node._fw_graph, node._joint_graph, (*blocks, node._mask_graph)
+    score, joint, mask = node._fw_graph, node._joint_graph, node._mask_graph
     given = [g for g in (grad, grad_logsumexp) if g is not None]
     alike = all(type(g) is RowSlice and g.layout == given[0].layout for g in given)
     kept = queries_of(given[0], 2) if alike else None
     if kept is None:  # whole sequences are kept, or the queries lie in other places
         both = (whole_rows(g, 0) for g in (grad, grad_logsumexp))
-        outcome = flex_attention_backward(op, *operands, *both, *graphs, *more)
-    else:
-        outcome = _flex_of_queries(op, kept, operands, (grad, grad_logsumexp), graphs, more)
-    return outcome if type(outcome) is Densify else (*outcome[:3], *[None] * 6, *outcome[3])
-
-
-def _flex_of_queries(
-    op: Any, kept: Sequences, operands: tuple[Any, ...], grads: tuple[Any, Any], graphs: Any, more: tuple[Any, ...]
-) -> Any:
-    """The op without a kernel, for the kept queries of each sequence; only kernels read the lists of blocks."""
-    score, joint, (*lists, mask) = graphs
-    query, key = operands[:2]
-    cut = kept.g.rows.attention == "cut" and key.shape[::2] == query.shape[::2]
+        outcome = flex_attention_backward(op, *operands, *both, score, joint, (*blocks, mask), *more)
+        return outcome if type(outcome) is Densify else (*outcome[:3], *[None] * 6, *outcome[3])
+    # The op without a kernel, for the kept queries of each sequence; only kernels read the lists of blocks.
+    cut = given[0].rows.attention == "cut" and operands[1].shape[::2] == operands[0].shape[::2]
 
     def kernel(group: Group, given: list[Tensor], *both: Tensor | None) -> Sequence[Any]:
         def of(function: Callable[..., Any], at: int) -> Callable[..., Any]:
             return _by_tokens(function, at, group.sequences, group.times)
 
-        *found, captured = op(*given, *both, of(score, 1), of(joint, 1), (*lists, of(mask, 0)), *more)
+        *found, captured = op(*given, *both, of(score, 1), of(joint, 1), (*blocks, of(mask, 0)), *more)
         return *found, *captured
 
-    dq, dk, dv, found = attend(kept, grads, operands, cut, kernel)
+    dq, dk, dv, found = attend(kept, (grad, grad_logsumexp), operands, cut, kernel)
     if cut:
         note("cut", "flex_attention")
     totals = (None if captured[0] is None else sum(captured) for captured in zip(*found, strict=True))
-    return dq, dk, dv, tuple(totals)
+    return dq, dk, dv, *[None] * 6, *totals
 
 
 def _by_tokens(function: Callable[..., Any], at: int, sequences: Tensor, times: Tensor) -> Callable[..., Any]:

@@ -38,26 +38,13 @@ class NodeWith:
 
 
 def on_kept_rows(
-    node: Any,
-    gradients: Sequence[RowSlice | Tensor | None],
-    *,
-    saved: Dims,
-    grads: Dims,
-    outputs: Dims = 0,
-    **replaced: Any,
+    node: Any, gradients: Sequence[Any], *, saved: Dims, grads: Dims, outputs: Dims = 0, **replaced: Any
 ) -> tuple[Any, ...]:
     """Run a function's own backward on the kept rows of its gradients and of its saved tensors.
 
-    Args:
-        node: The ``ctx`` of the function's backward.
-        gradients: The gradients of its outputs.
-        saved: Where the rows lie in ``ctx.saved_tensors``.
-        grads: Where the rows lie in the gradients that the backward returns.
-        outputs: Where the rows lie in the function's outputs.
-        **replaced: Other attributes of ``ctx`` that the backward sees changed.
-
-    Raises:
-        NeedsAllRows: The dimensions do not fit the tensors, or ``ctx`` keeps a tensor elsewhere.
+    ``saved``, ``grads`` and ``outputs`` tell where the rows lie, as for :func:`rowwise`. Raises :class:`NeedsAllRows`
+    where they do not fit the tensors, or where ``node``, the backward's ``ctx``, keeps a tensor elsewhere. The backward
+    sees the attributes ``replaced`` of its ``ctx`` changed.
     """
     if any(isinstance(value, Tensor) for value in cast("dict[str, Any]", vars(node)).values()):
         raise NeedsAllRows("a tensor is kept as an attribute of ctx; use save_for_backward")

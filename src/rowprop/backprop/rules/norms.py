@@ -112,7 +112,6 @@ _warned: list[bool] = []  # whether the first choice, the only one with a warnin
 
 
 def _warn_once(few: bool) -> None:
-    """Warn of the first choice in the process."""
     if _warned:
         return
     _warned.append(few)

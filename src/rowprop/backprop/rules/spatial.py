@@ -73,7 +73,7 @@ def unfold_images(call: Call, ndim: int) -> Iterable[int]:
 
 @rowlocal(
     "grid_sampler_2d_backward", "grid_sampler_3d_backward", "cudnn_grid_sampler_backward",
-    keep=2, why="the batch lies in the channels or in space",
+    why="the batch lies in the channels or in space",
 )  # fmt: skip
 def grid_sampler_backward(call: Call, ndim: int) -> Iterable[int]:
     """Each image has its own grid."""
