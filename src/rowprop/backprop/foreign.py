@@ -165,7 +165,6 @@ def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _rows_of(value: Any) -> RowSet | None:
-    """The rows that a gradient is sliced over; None if it is not sliced."""
     inner = unwrap(value) if type(value) is RowGrad else None
     return inner.rows if type(inner) is RowSlice else None
 

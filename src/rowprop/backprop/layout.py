@@ -29,9 +29,8 @@ class Part:
 class Layout:
     """The rows are the middle factor of one dimension: ``shape[dim] == outer * num_rows * inner``.
 
-    A view may merge other dimensions with the rows: ``outer`` is the size of those in front of the rows, ``inner`` of
-    those behind. ``(T, N, C)`` seen as ``(T*N, C)`` has ``outer=T``; ``(N, H, C)`` seen as ``(N*H, C)`` has
-    ``inner=H``.
+    A view may merge other dimensions with the rows, those in front as ``outer``, those behind as ``inner``:
+    ``(T, N, C)`` seen as ``(T*N, C)`` has ``outer=T``; ``(N, H, C)`` seen as ``(N*H, C)`` has ``inner=H``.
 
     Rows that are positions in several dimensions have further parts, ``minor``, from the slowest to the fastest part of
     their index: the tokens of ``(N, T, C)`` have ``dim=0, num_rows=N*T, minor=(Part(1, T),)``. Then ``dim``, ``outer``

@@ -2,10 +2,9 @@
 
 Autograd's own nodes call aten ops on it. ``__torch_dispatch__`` finds the op's rule, which runs the op at K rows on
 :class:`RowSlice` operands. If an op has no rule, or mixes rows, the gradient is *densified*: scattered into zeros, and
-the op runs at full size. So a missing rule costs time and never changes a result.
-
-Python code (a hook, a custom function) calls the gradient through ``__torch_function__``. Scaling keeps the gradient
-sliced. Any other call receives a plain dense tensor, which it may also write to.
+the op runs at full size. So a missing rule costs time and never changes a result. Python code (a hook, a custom
+function) calls it through ``__torch_function__``: scaling keeps it sliced, and any other call receives a plain dense
+tensor, which it may also write to.
 """
 
 from __future__ import annotations

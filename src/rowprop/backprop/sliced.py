@@ -77,8 +77,7 @@ class RowSlice:
     def renumbered(self, dim: int, size: int, by: Affine) -> RowSlice | Tensor:
         """This gradient when the entries of a dimension of rows get other numbers below ``size``.
 
-        Rows that fall out go on as zeros where only the device could count them. The result is plain if it has no more
-        rows than are kept.
+        Rows that fall out go on as zeros where only the device could count them. Plain if all rows are kept.
         """
         place = self.part_of(dim)
         if size < 1:

@@ -242,19 +242,13 @@ class Backward:
         """The values of the symbolic sizes in this call."""
         found: dict[str, int] = {}
         for fake, real in zip(self.inputs, args, strict=True):
-            if isinstance(fake, torch.SymInt):
-                _bind(found, fake, real)
-            elif isinstance(fake, Tensor) and real is not None:
-                for symbol, size in zip(fake.shape, real.shape, strict=True):
-                    _bind(found, symbol, size)
+            both: Any = (fake.shape, real.shape) if isinstance(fake, Tensor) and real is not None else ([fake], [real])
+            for symbol, value in zip(*both, strict=True):
+                if isinstance(symbol, torch.SymInt):
+                    times, rest = cast("tuple[Any, Any]", cast(Any, symbol).node.expr.as_coeff_Mul())
+                    if rest.is_symbol:
+                        found[str(rest)] = int(value) // int(times)
         return found
-
-
-def _bind(found: dict[str, int], symbol: Any, value: Any) -> None:
-    if isinstance(symbol, torch.SymInt):
-        times, rest = cast("tuple[Any, Any]", cast(Any, symbol).node.expr.as_coeff_Mul())
-        if rest.is_symbol:
-            found[str(rest)] = int(value) // int(times)
 
 
 class Variant:
