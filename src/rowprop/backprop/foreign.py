@@ -26,11 +26,9 @@ from rowprop.backprop.watch import note, note_densified, watched
 
 
 class _Override:
-    """Runs instead of one node's backward, during one backward pass: if a gradient is sliced, it runs the node's rule.
+    """Runs in place of one node's backward, during one backward pass: where a gradient is sliced, the node's rule."""
 
-    Autograd's C++ node takes the Python backward as an attribute of the node, so one of the instance comes first.
-    """
-
+    # Autograd's C++ node takes the Python backward as an attribute of the node, so one of the instance comes first.
     def __init__(self, node: Any, rule: Rule) -> None:
         self.node = weakref.ref(node)  # the node holds this object
         self.rule = rule
@@ -96,11 +94,10 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     """Keep sliced gradients from foreign code upstream of the node ``start``, for the backward now running.
 
     Custom functions without a rule receive a plain tensor. So do hooks on leaves, and the inputs whose gradient
-    ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas.
-
-    ``slices`` tells whether ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise it is
-    one of autograd's own formulas (:func:`is_own`), and a hook hands a sliced gradient to it. Each node of the graph is
-    prepared once. Returns whether ``start`` itself has to hand on a dense gradient.
+    ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas. ``slices`` tells whether
+    ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise it is one of autograd's own
+    formulas (:func:`is_own`), and a hook hands a sliced gradient to it. Each node of the graph is prepared once.
+    Returns whether ``start`` itself has to hand on a dense gradient.
     """
     held = running()
     with held.lock:
@@ -246,10 +243,8 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _returned(nodes: list[Any], leaves: list[Any], held: Backward) -> set[Any]:
-    """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``.
-
-    A returned gradient that also flows on cannot be told from others. It stays sliced, and acts as a plain tensor.
-    """
+    """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``."""
+    # One that also flows on cannot be told from others: it stays sliced, and acts as a plain tensor.
     found: set[Any] = set()
 
     def runs(node: Any) -> bool:

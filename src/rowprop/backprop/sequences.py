@@ -69,8 +69,7 @@ class Sequences:
     @property
     def within(self) -> Part:
         """The kept tokens in the values that hold them."""
-        layout = self.g.layout.compact(self.g.rows.kept)
-        return Part(layout.dim, layout.num_rows, layout.outer, layout.inner)
+        return self.g.layout.compact(self.g.rows.kept).parts[0]
 
     def groups(self, flops: int, room: int | None = None, near: bool = False) -> list[Group]:
         """The kept tokens in few groups that pad little, for an op of so many FLOPs for each token.
