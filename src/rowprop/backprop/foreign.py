@@ -122,7 +122,8 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
             continue
         name = node.name()
         in_python = isinstance(node, BackwardCFunction)
-        if name not in _TRANSPARENT if in_python else name.startswith("torch::autograd::CppNode"):
+        is_foreign = name not in _TRANSPARENT if in_python else name.startswith("torch::autograd::CppNode")
+        if is_foreign:
             function = getattr(node, "_forward_cls", None)
             rule = None if function is None else rule_of_function(function)
             undo.append(_densify_inputs(node, name) if rule is None else _Override.put(node, rule))

@@ -269,9 +269,8 @@ def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: boo
         return _zeros_put(op, whole_rows(out), indices, g, accumulate)
     if type(out) is not Zeros or type(g) is not RowSlice:
         return Densify("the target is not fresh zeros")
-    some = [i for i in indices if i is not None]
-    known = g.shape[next(d for d, i in enumerate(indices) if i is not None)] if len(some) == 1 else None
-    indices = _places(indices, out.device, known)
+    given = [d for d, i in enumerate(indices) if i is not None]
+    indices = _places(indices, out.device, g.shape[given[0]] if len(given) == 1 else None)
     used = [d for d, i in enumerate(indices) if i is not None]
     first, width = _first(used), _width(indices)
     inside = [part for part in g.layout.parts if first <= part.dim < first + width]

@@ -12,7 +12,7 @@ from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 
 @rule("convolution_backward", positions=True)
 def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -> Any:
-    """The input gradient has K rows; weight and bias gradients contract over the rows. 1x1: single pixels."""
+    """The input gradient has K rows, parameter gradients contract over them; a 1x1 kernel takes single pixels, too."""
     if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice:
         return Densify("the convolution's input or weight is sliced, not its output's gradient")
     pixels = g.layout.minor and not g.layout.holds(1) and {*weight.shape[2:], *rest[1]} == {1}  # stride

@@ -254,8 +254,9 @@ def around_diagonal(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
         return Densify("the diagonal runs through the batch")
     for dim in sorted(d % (g.ndim + 1) for d in (call.dim1, call.dim2)):
         layout = lay.insert(layout, dim)
-    sizes = call.first("input_sizes")
-    return g.like(call.run(g.values, **({"input_sizes": g.kept_shape(sizes, layout)} if sizes else {})), layout)
+    full = call.first("input_sizes")
+    sizes: dict[str, Any] = {} if full is None else {"input_sizes": g.kept_shape(full, layout)}
+    return g.like(call.run(g.values, **sizes), layout)
 
 
 @rule("diagonal")
