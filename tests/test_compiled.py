@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import rowprop
 import zoo
-from rowprop.backprop.compiled import cache
+from rowprop.backprop.compiled import lowering
 from rowprop.backprop.rules.registry import RULES
 from rowprop.cost.flops import count_flops
 
@@ -232,8 +232,8 @@ def test_the_backward_runs_at_k_rows(kernels):
 
 def test_nothing_is_compiled_again_while_k_changes(monkeypatch):
     compilations = []
-    compile_it = cache.Backward.compiled
-    monkeypatch.setattr(cache.Backward, "compiled", lambda *a: compilations.append(1) or compile_it(*a))
+    compile_it = lowering.Backward.compiled
+    monkeypatch.setattr(lowering.Backward, "compiled", lambda *a: compilations.append(1) or compile_it(*a))
     model, batch = compile_model(TimeFirst()), sequences(N)
     frames = torch._dynamo.utils.counters["stats"]
     for step in range(50):
@@ -303,7 +303,7 @@ def test_what_cannot_be_traced_runs_at_full_size_and_says_so(monkeypatch):
     def refuse(*_):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(cache, "OnRows", refuse)
+    monkeypatch.setattr(lowering, "OnRows", refuse)
     model, batch = compile_model(Heads()), vectors(N)
     with pytest.warns(UserWarning, match="could not be traced on kept rows and runs at full size"):
         report = assert_equal(model, batch, torch.tensor([0, 4, 5]))
@@ -331,7 +331,7 @@ def test_graphs_that_were_made_go_on_after_one_that_could_not(monkeypatch):
     model, batch, rows = compile_model(MODELS["mlp"][0]()), vectors(N), torch.tensor([0, 4, 5])
     assert_equal(model, batch, rows)
     with monkeypatch.context() as patch:
-        patch.setattr(cache.Variant, "fits", lambda *_: False)  # as for sizes that no graph is for
+        patch.setattr(lowering.Variant, "fits", lambda *_: False)  # as for sizes that no graph is for
         with pytest.warns(UserWarning, match="runs at full size: RuntimeError: the conditions on sizes do not hold"):
             assert_equal(model, batch, rows)
         assert assert_equal(model, batch, rows).densified["compiled region"].count == 1  # told each time, warned once

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 import rowprop
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rules.flex import flex_attention_backward
+from rowprop.backprop.rules.attention import flex_attention_backward
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.cost.flops import count_flops

@@ -21,7 +21,7 @@ if _typing.TYPE_CHECKING:
     from rowprop import step as step
     from rowprop import thinning as thinning
     from rowprop.backprop.pick import pick as pick
-    from rowprop.backprop.rowwise import rowwise as rowwise
+    from rowprop.backprop.rules.functions import rowwise as rowwise
     from rowprop.backprop.watch import watch as watch
     from rowprop.backprop.zeros import skip_zeros as skip_zeros
     from rowprop.cost.plan import plan as plan
@@ -44,7 +44,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
         __name__,
         {
             "backprop.pick": "pick",
-            "backprop.rowwise": "rowwise",
+            "backprop.rules.functions": "rowwise",
             "backprop.watch": "watch",
             "backprop.zeros": "skip_zeros",
             "cost.plan": "plan",

@@ -16,36 +16,21 @@ T = TypeVar("T")
 
 
 class Backward:
-    """One backward. It ends when autograd is done with it, or has given it up after an error.
-
-    Attributes:
-        around: The number of the backward whose checkpoint runs this one; None if it is in none.
-        lock: Held while the graph is prepared: autograd works with a thread for each device.
-        nodes: The nodes prepared for sliced gradients, with all that lies upstream of them.
-        plain: The nodes whose gradients have to be dense: leaves with hooks, and what the caller gets.
-        hooked: The leaves with hooks among these.
-        dense: The nodes that hand on a dense gradient, each with the place of that gradient.
-        densified: Whether a report could be told of a gradient of all rows.
-        limited: Whether autograd was asked for the gradients of some tensors alone.
-        unions: The rows of several sets together.
-        kept: What others keep as long as this runs, see :meth:`of`.
-        ends: Called at the end, the last one first.
-        failed: Whether autograd gave it up; known at the end.
-    """
+    """One backward. It ends when autograd is done with it, or has given it up after an error."""
 
     def __init__(self) -> None:
-        self.around: int | None = None
-        self.lock = RLock()
-        self.nodes: set[Any] = set()
-        self.plain: set[Any] = set()
-        self.hooked: set[Any] = set()
-        self.dense: set[tuple[Any, int]] = set()
-        self.densified = False
-        self.limited = False
-        self.unions: dict[Any, Any] = {}
-        self.kept: dict[Any, Any] = {}
-        self.ends: list[Callable[[], Any]] = []
-        self.failed = False
+        self.around: int | None = None  # the number of the backward whose checkpoint runs this one
+        self.lock = RLock()  # held while the graph is prepared: autograd works with a thread for each device
+        self.nodes: set[Any] = set()  # prepared for sliced gradients, with all that lies upstream of them
+        self.plain: set[Any] = set()  # nodes with dense gradients: leaves with hooks, and what the caller gets
+        self.hooked: set[Any] = set()  # the leaves with hooks among these
+        self.dense: set[tuple[Any, int]] = set()  # nodes that hand on a dense gradient, and the place of that gradient
+        self.densified = False  # whether a report could be told of a gradient of all rows
+        self.limited = False  # whether autograd was asked for the gradients of some tensors alone
+        self.unions: dict[Any, Any] = {}  # the rows of several sets together
+        self.kept: dict[Any, Any] = {}  # what others keep as long as this runs, see of()
+        self.ends: list[Callable[[], Any]] = []  # called at the end, the last one first
+        self.failed = False  # whether autograd gave it up; known at the end
 
     def of(self, owner: Any, make: Callable[[], T]) -> T:
         """What an owner keeps as long as this backward runs; made when it is first asked for."""
@@ -112,15 +97,17 @@ def numbered(number: int) -> Backward:
     return _running.get(number) or outer()
 
 
-_saved: dict[type[Any], tuple[str, ...]] = {}
-"""For each type of node the names of its saved tensors, as autograd holds them."""
+def node_name() -> str:
+    """The name of the node that autograd runs on this thread; empty for none."""
+    node = cast(Any, torch)._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
+_saved: dict[type[Any], tuple[str, ...]] = {}  # of each type of node, the names that autograd gives its saved tensors
 
 
 def unpacks() -> bool:
-    """Whether an unpack hook, which may fill one buffer again and again, gave the running node its saved tensors.
-
-    True as well outside of autograd's nodes, where nobody can tell.
-    """
+    """Whether an unpack hook, which may refill one buffer, gave the node its saved tensors; True where none runs."""
     node = cast(Any, torch)._C._current_autograd_node()
     if node is None:
         return True

@@ -17,25 +17,18 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
-from rowprop.backprop.backward import Backward, running
-from rowprop.backprop.rowgrad import RowGrad, unwrap, wrap
+from rowprop.backprop.backward import Backward, outer, running
+from rowprop.backprop.rowgrad import RowGrad, plain, unwrap, wrap
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.registry import Rule, rule_of_function
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice
-from rowprop.backprop.watch import note_densified, note_full, note_sliced, watched
-
-
-def _rule_of(node: Any) -> Rule | None:
-    function = getattr(node, "_forward_cls", None)
-    return None if function is None else rule_of_function(function)
+from rowprop.backprop.watch import note, note_densified, watched
 
 
 class _Override:
-    """Runs instead of one node's backward, during one backward pass: if a gradient is sliced, it runs the node's rule.
+    """Runs in place of one node's backward, during one backward pass: where a gradient is sliced, the node's rule."""
 
-    Autograd's C++ node takes the Python backward as an attribute of the node, so one of the instance comes first.
-    """
-
+    # Autograd's C++ node takes the Python backward as an attribute of the node, so one of the instance comes first.
     def __init__(self, node: Any, rule: Rule) -> None:
         self.node = weakref.ref(node)  # the node holds this object
         self.rule = rule
@@ -64,11 +57,11 @@ class _Override:
             outcome = apply_rule(self.rule, node, [backward, *defined], {})
             name = node._forward_cls.__name__
             if type(outcome) is not Densify:
-                note_sliced(name)
+                note("sliced", name)
                 return wrap(outcome)
             if any(type(g) is RowGrad and g.full is None for g in grads):
                 note_densified(name, outcome.reason)
-            grads = _plain(grads)
+            grads = tuple(map(plain, grads))
         return backward(*grads)
 
     def boxed(self, box: list[Any]) -> Any:
@@ -101,11 +94,10 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     """Keep sliced gradients from foreign code upstream of the node ``start``, for the backward now running.
 
     Custom functions without a rule receive a plain tensor. So do hooks on leaves, and the inputs whose gradient
-    ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas.
-
-    ``slices`` tells whether ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise it is
-    one of autograd's own formulas (:func:`is_own`), and a hook hands a sliced gradient to it. Each node of the graph is
-    prepared once. Returns whether ``start`` itself has to hand on a dense gradient.
+    ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas. ``slices`` tells whether
+    ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise it is one of autograd's own
+    formulas (:func:`is_own`), and a hook hands a sliced gradient to it. Each node of the graph is prepared once.
+    Returns whether ``start`` itself has to hand on a dense gradient.
     """
     held = running()
     with held.lock:
@@ -129,14 +121,17 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
             leaves.append(node)
             continue
         name = node.name()
-        if _is_foreign(node, name):
-            rule = _rule_of(node)
+        in_python = isinstance(node, BackwardCFunction)
+        is_foreign = name not in _TRANSPARENT if in_python else name.startswith("torch::autograd::CppNode")
+        if is_foreign:
+            function = getattr(node, "_forward_cls", None)
+            rule = None if function is None else rule_of_function(function)
             undo.append(_densify_inputs(node, name) if rule is None else _Override.put(node, rule))
         elif name.startswith(_JOINS):
             undo.append(node.register_prehook(note_unused).remove)
         elif name == "torch::autograd::CopySlices":
             undo += _mark_copying(node)
-        elif name == kind.__name__ and not issubclass(kind, BackwardCFunction):
+        elif name == kind.__name__ and not in_python:
             _ORDINARY.add(kind)
     if watched():
         products = [node for node in nodes if node.name().startswith(_PRODUCTS)]
@@ -156,10 +151,8 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
 
 
 def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A hook on a node that puts zeros in the place of undefined gradients: tells a sliced one where they will be.
-
-    Only a read could tell the zeros from a dense gradient later. The note is for this node alone: on a new wrapper.
-    """
+    """A hook on a node that puts in zeros for undefined gradients: tells a sliced one, in a new wrapper, where."""
+    # Only a read could tell the zeros from a dense gradient later.
     first = next((place for place, g in enumerate(grads) if _rows_of(g) is not None), None)
     unused = tuple(place for place, g in enumerate(grads) if g is None)
     if first is None or not unused:
@@ -170,7 +163,6 @@ def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _rows_of(value: Any) -> RowSet | None:
-    """The rows that a gradient is sliced over; None if it is not sliced."""
     inner = unwrap(value) if type(value) is RowGrad else None
     return inner.rows if type(inner) is RowSlice else None
 
@@ -195,11 +187,9 @@ def is_own(node: Any) -> bool:
 
 
 def _step_aside() -> list[Callable[[], Any]]:
-    """Make torch's own FLOP counter leave sliced gradients to their rules, so that it counts the ops at K rows.
-
-    A dispatch mode sees an op before a tensor subclass does, and the full shape that the gradient claims. If it answers
-    NotImplemented instead, the rule runs and the mode sees the rule's ops.
-    """
+    """Make torch's own FLOP counter leave sliced gradients to their rules, so that it counts the ops at K rows."""
+    # A mode sees an op, and the shape that the gradient claims, before a subclass does. If it answers NotImplemented,
+    # the rule runs and the mode sees the rule's ops.
     undo: list[Callable[[], Any]] = []
     for mode in cast("list[Any]", _get_current_dispatch_mode_stack()):
         if type(mode).__module__ == "torch.utils.flop_counter" and "__torch_dispatch__" not in vars(mode):
@@ -218,13 +208,13 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
     held: list[RowSet] = []
 
     def enter(grads: tuple[Any, ...]) -> None:
-        held.extend(rows for rows in map(_rows_of, grads) if rows is not None)
+        held.extend(rows.origin or rows for rows in map(_rows_of, grads) if rows is not None)
         for rows in held:
-            rows.copying = True
+            rows.marked = True
 
     def leave(*_: Any) -> None:
         while held:
-            held.pop().copying = False
+            held.pop().marked = False
 
     return [leave, node.register_prehook(enter).remove, node.register_hook(leave).remove]
 
@@ -241,10 +231,10 @@ def _report_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
         return first == num_rows or first * second == num_rows or (second == num_rows and len(shape) > 2)
 
     def hook(grads: tuple[Any, ...]) -> None:
-        plain = [grad for grad in grads if isinstance(grad, Tensor) and type(grad) is not RowGrad]
-        shapes = [grad.shape for grad in plain if not grad.is_nested]
-        if len(shapes) == len(grads) and any(map(holds_all, shapes)):
-            note_full(name)
+        dense = [grad for grad in grads if isinstance(grad, Tensor) and type(grad) is not RowGrad]
+        shapes = [grad.shape for grad in dense if not grad.is_nested]
+        if len(shapes) == len(grads) and any(map(holds_all, shapes)) and not outer().densified:
+            note_densified(name, "a gradient of all rows comes to it: above, rows were summed into one another")
 
     return hook
 
@@ -253,17 +243,9 @@ def _is_leaf(node: Any) -> bool:
     return type(node).__name__ == "AccumulateGrad"  # custom functions may have any attribute, and other names
 
 
-def _is_foreign(node: Any, name: str) -> bool:
-    if isinstance(node, BackwardCFunction):
-        return name not in _TRANSPARENT
-    return name.startswith("torch::autograd::CppNode")
-
-
 def _returned(nodes: list[Any], leaves: list[Any], held: Backward) -> set[Any]:
-    """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``.
-
-    A returned gradient that also flows on cannot be told from others. It stays sliced, and acts as a plain tensor.
-    """
+    """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``."""
+    # One that also flows on cannot be told from others: it stays sliced, and acts as a plain tensor.
     found: set[Any] = set()
 
     def runs(node: Any) -> bool:
@@ -290,13 +272,9 @@ def _densify_inputs(node: Any, name: str) -> Callable[[], None]:
     def hook(grads: tuple[Any, ...]) -> tuple[Any, ...]:
         if any(type(grad) is RowGrad and grad.full is None for grad in grads):
             note_densified("custom function", f"{name}, a custom autograd function, receives a dense gradient")
-        return _plain(grads)
+        return tuple(map(plain, grads))
 
     return node.register_prehook(hook).remove
-
-
-def _plain(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(g.plain() if type(g) is RowGrad else g for g in grads)
 
 
 def _densify_output(place: int, hooked: bool) -> Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...] | None]:

@@ -29,9 +29,8 @@ class Part:
 class Layout:
     """The rows are the middle factor of one dimension: ``shape[dim] == outer * num_rows * inner``.
 
-    A view may merge other dimensions with the rows: ``outer`` is the size of those in front of the rows, ``inner`` of
-    those behind. ``(T, N, C)`` seen as ``(T*N, C)`` has ``outer=T``; ``(N, H, C)`` seen as ``(N*H, C)`` has
-    ``inner=H``.
+    A view may merge other dimensions with the rows, those in front as ``outer``, those behind as ``inner``:
+    ``(T, N, C)`` seen as ``(T*N, C)`` has ``outer=T``; ``(N, H, C)`` seen as ``(N*H, C)`` has ``inner=H``.
 
     Rows that are positions in several dimensions have further parts, ``minor``, from the slowest to the fastest part of
     their index: the tokens of ``(N, T, C)`` have ``dim=0, num_rows=N*T, minor=(Part(1, T),)``. Then ``dim``, ``outer``
@@ -54,13 +53,17 @@ class Layout:
         return self._parts
 
     def _major(self) -> int:
-        """Size of the first part."""
         return self.num_rows // prod(part.size for part in self.minor) if self.minor else self.num_rows
 
     @property
     def size(self) -> int:
         """Size of the dimension that the first part lies in."""
         return self.outer * self._major() * self.inner
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the parts."""
+        return tuple(part.size for part in self.parts)
 
     @property
     def plain(self) -> bool:
@@ -94,10 +97,6 @@ class Layout:
             if part.dim == self.dim:
                 outer, inner = (outer // part.size, inner) if part.outer < self.outer else (outer, inner // part.size)
         return Layout(self.dim, kept, outer, inner)
-
-    def kept_size(self, kept: int) -> int:
-        """Size of the first part's dimension when ``kept`` rows are left."""
-        return self.compact(kept).size
 
     def kept_shape(self, shape: Sequence[int], kept: int) -> list[int]:
         """``shape`` with ``kept`` rows left."""

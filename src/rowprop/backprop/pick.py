@@ -135,7 +135,10 @@ def pick(
     if num_rows < 2 or kept >= num_rows or not (input.requires_grad and torch.is_grad_enabled()):
         return _taken(source, at)
     if kept == 0:  # every parameter gets its gradient of zeros, and no kernel is given an empty batch
-        return pick(input, _tamest(input), batchnorm=batchnorm, attention=attention)[:0]
+        # The row with the smallest entries: a zero gradient times an infinite entry would not be zero.
+        size = input.detach().abs().flatten(1).sum(1) if input.ndim > 1 else input.detach().abs()
+        tamest = size.nan_to_num(torch.inf, torch.inf).argmin().unsqueeze(0)
+        return pick(input, tamest, batchnorm=batchnorm, attention=attention)[:0]
     kept_rows = RowSet(index, num_rows, unique=unique, batchnorm=batchnorm, attention=attention)
     return cast(Tensor, _Pick.apply(input, kept_rows, source.detach(), at))
 
@@ -213,12 +216,6 @@ def _dims_of(rows: Any, input: Tensor) -> int:
             "needed; pass as many as will be kept, e.g. torch.arange(K, device='meta')."
         )
     return dims
-
-
-def _tamest(input: Tensor) -> Tensor:
-    """The row with the smallest entries, index (1,): a zero gradient times an infinite entry would not be zero."""
-    size = input.detach().abs().flatten(1).sum(1) if input.ndim > 1 else input.detach().abs()
-    return size.nan_to_num(torch.inf, torch.inf).argmin().unsqueeze(0)
 
 
 def transformed(grad: Tensor | None = None) -> bool:

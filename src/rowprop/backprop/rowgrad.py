@@ -2,10 +2,9 @@
 
 Autograd's own nodes call aten ops on it. ``__torch_dispatch__`` finds the op's rule, which runs the op at K rows on
 :class:`RowSlice` operands. If an op has no rule, or mixes rows, the gradient is *densified*: scattered into zeros, and
-the op runs at full size. So a missing rule costs time and never changes a result.
-
-Python code (a hook, a custom function) calls the gradient through ``__torch_function__``. Scaling keeps the gradient
-sliced. Any other call receives a plain dense tensor, which it may also write to.
+the op runs at full size. So a missing rule costs time and never changes a result. Python code (a hook, a custom
+function) calls it through ``__torch_function__``: scaling keeps it sliced, and any other call receives a plain dense
+tensor, which it may also write to.
 """
 
 from __future__ import annotations
@@ -17,24 +16,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop.backward import node_name
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
 from rowprop.backprop.rules.registry import RULES, Op, op_name
 from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
-from rowprop.backprop.watch import note_densified, note_sliced
+from rowprop.backprop.watch import note, note_densified
 
 
 class RowGrad(Tensor):
     """The gradient as autograd sees it. It never leaves a backward: leaves and Python code get plain tensors."""
 
     sliced: RowSlice | Zeros | None
-    full: Tensor | None = None
-    """Set when the gradient is densified; from then on this is the gradient."""
+    full: Tensor | None = None  # set when the gradient is densified; from then on this is the gradient
     viewed: tuple[RowGrad, Callable[[Tensor], Any]] | None = None
     """If this is a view: the gradient viewed, and a function that views a tensor the same way."""
-    unused: tuple[int, ...] = ()
-    """Places beside this gradient, among those of its node, in which autograd puts zeros."""
-    made: tuple[RowSet, Any] | None = None
-    """Where the device has streams: the rows, and the stream that the memory was last used on."""
+    unused: tuple[int, ...] = ()  # places beside this gradient, among those of its node, in which autograd puts zeros
+    made: tuple[RowSet, Any] | None = None  # where the device has streams: the rows, and the memory's last stream
 
     @staticmethod
     def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
@@ -118,18 +115,22 @@ class RowGrad(Tensor):
             named = {k: unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
             outcome = apply_rule(rule, op, inner, named)
             if views:
-                if _takes_rows_apart(outcome, inner[0]) and _become_whole(args[0]):
+                viewed = inner[0]
+                # As autograd undoes an in-place op that wrote to some tokens of each row only.
+                copying = type(viewed) is RowSlice and viewed.layout.minor and viewed.rows.copying
+                apart = copying and (type(outcome) is not RowSlice or outcome.rows is not viewed.rows)
+                if apart and _become_whole(args[0]):
                     outcome = apply_rule(rule, op, [unwrap(args[0]), *inner[1:]], named)
-                if type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and not _only_reads():
+                if type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and node_name() not in _READERS:
                     outcome = Densify("a part of the gradient that has no more rows than are kept may be written to")
         if type(outcome) is Densify:
             if any(type(v) is RowGrad and v.full is None for v in leaves(args, kwargs)):
                 note_densified(name, outcome.reason)
             if target is not None:
                 target.shared()
-            out = func(*map_leaves(args, _plain), **map_leaves(kwargs, _plain))
+            out = func(*map_leaves(args, plain), **map_leaves(kwargs, plain))
             return wrap(outcome.after(out)) if target is None else target
-        note_sliced(name)
+        note("sliced", name)
         if target is not None:
             if target.full is None:
                 _write(name, target, outcome)
@@ -149,7 +150,7 @@ class RowGrad(Tensor):
                 return func(*args, **kwargs)
             name = getattr(func, "__name__", str(func))
             note_densified(name, "Python code (a hook or a custom function) read or changed the gradient")
-            return func(*map_leaves(args, _plain), **map_leaves(kwargs, _plain))
+            return func(*map_leaves(args, plain), **map_leaves(kwargs, plain))
 
 
 _PROPERTIES = "shape dtype device ndim requires_grad is_leaf grad_fn layout is_sparse is_cuda".split()
@@ -172,7 +173,8 @@ def _scales(args: Sequence[Any]) -> bool:
     )
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A gradient as a dense tensor; anything else as it is."""
     return value.plain() if type(value) is RowGrad else value
 
 
@@ -188,8 +190,7 @@ def unwrap(value: Any) -> Any:
     return value
 
 
-_WRAPPERS = frozenset({RowGrad, list, tuple})
-"""Types of operands that hold a gradient or may hold one."""
+_WRAPPERS = frozenset({RowGrad, list, tuple})  # types of operands that hold a gradient or may hold one
 
 
 def _unwrap_all(values: Sequence[Any]) -> list[Any]:
@@ -228,16 +229,6 @@ def _traits(func: Any) -> tuple[str, bool, bool, Op | None]:
     return op_name(func), writes, views, functional
 
 
-def _takes_rows_apart(outcome: Any, viewed: Any) -> bool:
-    """Whether a view that autograd writes to next, as it undoes an in-place op, has other rows than what it views.
-
-    It is so where tokens are the rows and the op wrote to some tokens only.
-    """
-    if type(viewed) is not RowSlice or not viewed.layout.minor or not viewed.rows.copying:
-        return False
-    return type(outcome) is not RowSlice or outcome.rows is not viewed.rows
-
-
 def _become_whole(base: RowGrad) -> bool:
     """Slice a gradient of tokens over the rows that they lie in, so that a part of each row can be written to."""
     if base.viewed is not None:
@@ -261,11 +252,6 @@ def _is_dense_part(outcome: Any, viewed: Tensor) -> bool:
 
 _READERS = frozenset({"CatBackward0", "StackBackward0"})
 """Nodes whose formulas read parts of the gradient along the rows and write to none of them."""
-
-
-def _only_reads() -> bool:
-    node = cast(Any, torch)._C._current_autograd_node()
-    return node is not None and node.name() in _READERS
 
 
 def _write(name: str, target: Any, outcome: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.watch import note_waited
+from rowprop.backprop.watch import note
 from rowprop.host import readable, waits
 
 
@@ -97,7 +97,7 @@ class RowSet:
         self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these are some of, and their places there
         self.hook: Hook | None = None
         self.attention = attention
-        self._copying = False
+        self.marked = False  # see copying
         self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
         # Where the device has streams: those that gradients of these rows were used on, once there are several.
@@ -140,11 +140,7 @@ class RowSet:
     @property
     def copying(self) -> bool:
         """Whether autograd undoes an in-place op on a view, with copies of its own; of all derived rows together."""
-        return (self.origin or self)._copying
-
-    @copying.setter
-    def copying(self, value: bool) -> None:
-        (self.origin or self)._copying = value
+        return (self.origin or self).marked
 
     @property
     def stream(self) -> Any:
@@ -169,12 +165,9 @@ class RowSet:
             self._derived[key] = make(*about)
         return self._derived[key]
 
-    def indices(self, layout: Layout) -> list[Tensor]:
-        """Where the kept rows are in each part of their index, (K,) each."""
-        return self._split(tuple(p.size for p in layout.parts)) if layout.minor else [self.index]
-
     @_once
-    def _split(self, sizes: tuple[int, ...]) -> list[Tensor]:
+    def indices(self, sizes: tuple[int, ...]) -> list[Tensor]:
+        """Where the kept rows are in each part of their index, which has these sizes, (K,) each."""
         found: list[Tensor] = []
         index = self.index
         for size in reversed(sizes[1:]):
@@ -182,27 +175,21 @@ class RowSet:
             index = index // size
         return [index, *reversed(found)]
 
-    def some_parts(self, layout: Layout, places: tuple[int, ...]) -> RowSet:
-        """The rows that some parts of the index name, (K,) again: rows that differ in other parts only repeat."""
-        return self._some_parts(tuple(p.size for p in layout.parts), places)
-
     @_once
-    def _some_parts(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> RowSet:
-        indices = self._split(sizes)
+    def some_parts(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> RowSet:
+        """The rows that some parts of the index name, (K,) again: rows that differ in other parts only repeat."""
+        indices = self.indices(sizes)
         index = joined([indices[place] for place in places], [sizes[place] for place in places])
         return self.derived(index, prod(sizes[place] for place in places), unique=False)
 
-    def together(self, layout: Layout, places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
+    @_once
+    def together(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
         """The kept rows by what some parts of the index name, as tokens by their sequences: this has to be counted.
 
         Returns the kept rows in the order of their sequences, (K,); how many rows each sequence keeps; and the
         sequences that keep any, in order.
         """
-        return self._together(tuple(p.size for p in layout.parts), places)
-
-    @_once
-    def _together(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
-        larger = self._some_parts(sizes, places)
+        larger = self.some_parts(sizes, places)
         check_readable(larger.index, "how many kept tokens lie in each sequence")
         # One copy to the host: bincount and nonzero would wait as well.
         ones = torch.ones_like(larger.index)
@@ -211,17 +198,14 @@ class RowSet:
         rows = self.derived(some, larger.num_rows, unique=True)
         return larger.index.argsort(stable=True), tuple(cast("list[int]", counts.tolist())), rows
 
-    def renumbered(self, layout: Layout, place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
+    @_once
+    def renumbered(self, sizes: tuple[int, ...], place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
         """The rows when the entries of one part get other numbers below ``size``.
 
         Also what becomes of the values: None if all rows stay; the places of those that stay, int64; or, where only the
         device knows these, which rows fall out, bool (K,). Those are ``absent`` rows now: their values have to be zero.
         """
-        return self._renumbered(tuple(p.size for p in layout.parts), place, size, by)
-
-    @_once
-    def _renumbered(self, sizes: tuple[int, ...], place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
-        indices = list(self._split(sizes))
+        indices = list(self.indices(sizes))
         moved = indices[place] * by.factor + by.offset
         new = [*sizes[:place], size, *sizes[place + 1 :]]
         stays_whole = place > 0 and self.whole is not None and self.whole[0].num_rows == sizes[0]
@@ -268,12 +252,9 @@ class RowSet:
         return self.whole is not None and bool(layout.minor) and layout.parts[0].size == self.whole[0].num_rows
 
     @property
-    def again(self) -> Tensor | None:
-        """Which entries of ``index`` name a row that an earlier entry names, or no row, (K,); None if none does."""
-        return None if self.unique else self._again()
-
     @_once
-    def _again(self) -> Tensor:
+    def again(self) -> Tensor:
+        """Which entries of ``index`` name a row that an earlier entry names, or no row, (K,), if rows may repeat."""
         places = torch.arange(self.kept, device=self.index.device)
         if self.absent is None:
             return self.first != places
@@ -289,8 +270,7 @@ class Affine(NamedTuple):
     factor: int = 1
     offset: int = 0
     divisor: int = 1
-    wraps: bool = False
-    """Whether entries that leave at one end come in at the other."""
+    wraps: bool = False  # whether entries that leave at one end come in at the other
 
     def keeps_all(self, size: int, new: int) -> bool:
         """Whether none of ``size`` entries falls out when there are ``new`` ones."""
@@ -317,7 +297,7 @@ def check_readable(tensor: Tensor, what: str) -> None:
     if waits(tensor):
         if not readable(tensor):
             raise NeedsAllRows(f"only a look at the device tells {what}")
-        note_waited(what)
+        note("waited", what)
 
 
 def has_streams(device: torch.device) -> bool:

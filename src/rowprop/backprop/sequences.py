@@ -22,8 +22,7 @@ from rowprop.backprop.layout import Layout, Part, layout_of
 from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, check_readable, sliced_again, taken_once
 from rowprop.host import waits
 
-A_CALL = 4_000_000
-"""The call of a kernel takes about the time of these FLOPs: fewer that only pad or are masked cost less than a call."""
+A_CALL = 4_000_000  # a kernel's call takes about the time of these FLOPs: fewer that only pad or are masked cost less
 
 Kernel = Callable[..., Sequence[Any]]
 """Attention's backward for one group, of the group, of its queries, keys, values, output and log-sum-exp, with time in
@@ -34,18 +33,12 @@ dimension 2, and of the gradients. It returns the gradients of queries, keys and
 class Group:
     """Sequences that keep nearly as many tokens; where one keeps fewer than the most, its last token is repeated."""
 
-    sequences: Tensor
-    """Shape (sequences,), in order."""
-    span: slice | None
-    """The same, where they follow one another."""
-    entries: Tensor
-    """The places of the tokens among the kept ones, shape (sequences, tokens)."""
-    run: slice | None
-    """The same, where they follow one another."""
-    times: Tensor
-    """Where the tokens are in their sequences, shape (sequences, tokens)."""
-    padding: Tensor | None
-    """Which tokens are such repetitions, shape (sequences, tokens); None if there are none."""
+    sequences: Tensor  # shape (sequences,), in order
+    span: slice | None  # the same, where they follow one another
+    entries: Tensor  # the places of the tokens among the kept ones, shape (sequences, tokens)
+    run: slice | None  # the same, where they follow one another
+    times: Tensor  # where the tokens are in their sequences, shape (sequences, tokens)
+    padding: Tensor | None  # which tokens are such repetitions, shape (sequences, tokens); None if there are none
 
     def of(self, values: Tensor) -> Tensor:
         """Values (K, ...) of the kept tokens as (sequences, tokens, ...)."""
@@ -68,20 +61,15 @@ class Sequences:
     """The kept tokens of a gradient whose rows' index has some parts in the first dimension, the others in another."""
 
     g: RowSlice
-    batch: Part
-    """The parts in the first dimension, as one part: which sequence."""
-    time: Part
-    """The parts in the other dimension, as one part: the place in the sequence."""
-    places: tuple[int, ...]
-    """The places of the first of these parts among all parts."""
-    at: Tensor
-    """For each kept token its place in the sequence, (K,)."""
+    batch: Part  # the parts in the first dimension, as one part: which sequence
+    time: Part  # the parts in the other dimension, as one part: the place in the sequence
+    places: tuple[int, ...]  # the places of the first of these parts among all parts
+    at: Tensor  # for each kept token its place in the sequence, (K,)
 
     @property
     def within(self) -> Part:
         """The kept tokens in the values that hold them."""
-        layout = self.g.layout.compact(self.g.rows.kept)
-        return Part(layout.dim, layout.num_rows, layout.outer, layout.inner)
+        return self.g.layout.compact(self.g.rows.kept).parts[0]
 
     def groups(self, flops: int, room: int | None = None, near: bool = False) -> list[Group]:
         """The kept tokens in few groups that pad little, for an op of so many FLOPs for each token.
@@ -89,12 +77,12 @@ class Sequences:
         ``room`` is the most tokens of a group, for the memory that its mask takes; one sequence always fits. ``near``:
         the sequences of a group follow one another, so that a tensor of them is a view.
         """
-        order, counts, _ = self.g.rows.together(self.g.layout, self.places)
+        order, counts, _ = self.g.rows.together(self.g.layout.sizes, self.places)
         return self.g.rows.once(_groups, order, counts, self.at, room, A_CALL // max(1, flops), near)
 
     def joined(self, groups: Sequence[Group], values: Sequence[Tensor]) -> Tensor | RowSlice:
         """The results of each group, (sequences, ...), put together; sliced if not every sequence keeps a token."""
-        *_, rows = self.g.rows.together(self.g.layout, self.places)
+        *_, rows = self.g.rows.together(self.g.layout.sizes, self.places)
         part, every, found = self.batch, rows.kept == self.batch.size, values[0]
         if len(values) > 1:
             order = sorted(range(1, found.ndim), key=found.stride, reverse=True)  # a kernel's heads may lie innermost
@@ -131,7 +119,7 @@ def sequences_of(g: RowSlice, time: int) -> Sequences | None:
     first, second = (_parts_in(g.layout, dim) for dim in (0, time))
     if first is None or second is None:
         return None
-    return Sequences(g, first[1], second[1], first[0], g.rows.some_parts(g.layout, second[0]).index)
+    return Sequences(g, first[1], second[1], first[0], g.rows.some_parts(g.layout.sizes, second[0]).index)
 
 
 def queries_of(g: RowSlice, time: int) -> Sequences | None:
@@ -262,21 +250,14 @@ def put_back(tensor: Tensor, part: Part) -> Tensor:
     return split.flatten(dim, dim + 2)
 
 
-# --- one after another in one dimension -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Run:
     """Some of the sequences, of queries or of keys, as the kernel takes them: M of T tokens."""
 
-    tokens: Tensor | None
-    """Their places among all tokens, (M,); None: all tokens."""
-    places: Tensor | None
-    """The reverse: for each of all tokens its place among these, (T,)."""
-    count: int
-    """M."""
-    ends: Tensor
-    """Where each sequence begins and ends among these tokens, of the kernel's dtype."""
+    tokens: Tensor | None  # their places among all tokens, (M,); None: all tokens
+    places: Tensor | None  # the reverse: for each of all tokens its place among these, (T,)
+    count: int  # M
+    ends: Tensor  # where each sequence begins and ends among these tokens, of the kernel's dtype
     longest: int
 
     def of(self, tensor: Tensor, dim: int = 0) -> Tensor:
@@ -290,12 +271,9 @@ class Packed:
 
     queries: Run
     keys: Run
-    same: bool
-    """Whether keys and values are those of the queries' tokens."""
-    whole: bool
-    """Whether all tokens of these sequences are kept."""
-    rows: RowSet | None
-    """The tokens of the keys; None: all tokens."""
+    same: bool  # whether keys and values are those of the queries' tokens
+    whole: bool  # whether all tokens of these sequences are kept
+    rows: RowSet | None  # the tokens of the keys; None: all tokens
 
 
 def packed_of(

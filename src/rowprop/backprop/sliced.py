@@ -77,13 +77,12 @@ class RowSlice:
     def renumbered(self, dim: int, size: int, by: Affine) -> RowSlice | Tensor:
         """This gradient when the entries of a dimension of rows get other numbers below ``size``.
 
-        Rows that fall out go on as zeros where only the device could count them. The result is plain if it has no more
-        rows than are kept.
+        Rows that fall out go on as zeros where only the device could count them. Plain if all rows are kept.
         """
         place = self.part_of(dim)
         if size < 1:
             raise NeedsAllRows("nothing is left of the batch")
-        rows, change = self.rows.renumbered(self.layout, place, size, by)
+        rows, change = self.rows.renumbered(self.layout.sizes, place, size, by)
         values, within = self.values, self.layout.compact(self.rows.kept)
         if change is not None and change.dtype == torch.bool:
             values = _without(values, change, within)
@@ -95,13 +94,13 @@ class RowSlice:
 
     def entries(self, dim: int) -> Tensor:
         """The kept rows' entries in a dimension that one part of their index has to itself, (K,)."""
-        return self.rows.indices(self.layout)[self.part_of(dim)]
+        return self.rows.indices(self.layout.sizes)[self.part_of(dim)]
 
     def moved(self, dim: int, size: int, entries: Tensor) -> RowSlice | Tensor:
         """This gradient with each row at another entry, (K,), of a dimension that gets ``size`` entries."""
-        place, indices = self.part_of(dim), list(self.rows.indices(self.layout))
+        place, sizes = self.part_of(dim), list(self.layout.sizes)
+        indices, sizes[place] = list(self.rows.indices(self.layout.sizes)), size
         indices[place] = entries.long()
-        sizes = [size if number == place else part.size for number, part in enumerate(self.layout.parts)]
         rows = self.rows.derived(joined(indices, sizes), prod(sizes), unique=False, absent=self.rows.absent)
         rows.whole = self.rows.whole if place > 0 and self.rows.lies_in_whole(self.layout) else None
         return self.on(rows, self.values, place, size)
@@ -132,7 +131,7 @@ class RowSlice:
         if layout.num_rows + self.rows.kept >= self.rows.num_rows:
             raise NeedsAllRows("a dense gradient is joined to a sliced one")
         rows = self.rows.all_of(layout.num_rows)
-        return RowSlice(gather_plain(dense, rows.index, layout, rows.indices(layout)), rows, layout, dense.shape)
+        return RowSlice(gather_plain(dense, rows.index, layout, rows.indices(layout.sizes)), rows, layout, dense.shape)
 
     def spread(self, dim: int) -> RowSlice:
         """This gradient with the entries of a dimension that holds no rows as the fastest part of the rows' index."""
@@ -151,7 +150,7 @@ class RowSlice:
 
     def coarsened(self, place: int) -> RowSlice:
         """This gradient, sliced over one part of its rows' index: reading how many entries it has may be a wait."""
-        part, indices = self.layout.parts[place], list(self.rows.indices(self.layout))
+        part, indices = self.layout.parts[place], list(self.rows.indices(self.layout.sizes))
         origin, coarse, larger = self.rows.origin, None, indices[place]
         if self.rows.lies_in_whole(self.layout) and place == 0:
             coarse, indices[place] = cast("tuple[RowSet, Tensor]", self.rows.whole)
@@ -163,12 +162,12 @@ class RowSlice:
             indices[place] = slots[larger]
             coarse = origin if bool((indices[place] >= 0).all()) else None
         if coarse is None:
-            *_, coarse = self.rows.together(self.layout, (place,))
+            *_, coarse = self.rows.together(self.layout.sizes, (place,))
             indices[place] = torch.searchsorted(coarse.index, larger)
         small = _resized(self.layout, place, coarse.kept)
         layout = Layout(part.dim, part.size, part.outer, part.inner)
         out = self.values.new_zeros(layout.kept_shape(self.shape, coarse.kept))
-        index = joined(indices, [p.size for p in small.parts])
+        index = joined(indices, small.sizes)
         return RowSlice(scatter_add(out, self.values, index, small, parts=indices), coarse, layout, self.shape)
 
     def dense(self) -> Tensor:
@@ -179,7 +178,8 @@ class RowSlice:
 
     def add_into(self, out: Tensor, alpha: Any = 1) -> Tensor:
         """Add the kept rows to a full-size plain tensor, in place."""
-        return scatter_add(out, self.values, self.rows.index, self.layout, alpha, self.rows.indices(self.layout))
+        parts = self.rows.indices(self.layout.sizes) if self.layout.minor else ()
+        return scatter_add(out, self.values, self.rows.index, self.layout, alpha, parts)
 
 
 class Zeros:
@@ -288,14 +288,14 @@ def whole_rows(value: Any, dim: int | None = None) -> Any:
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     """The kept rows of a full-size plain tensor; the result must not be written to.
 
-    Neighbouring layers often save the same activation, one as its result, the next as its input: the last two gathers
-    are remembered. What an unpack hook returns is gathered each time: it may have filled the same memory anew.
+    The last two are remembered: a layer's result is the next one's input. What an unpack hook returns is gathered each
+    time: it may have filled the same memory anew.
     """
     if tensor.layout is not torch.strided:
         raise NeedsAllRows("rows would have to be taken from a sparse tensor")
     if rows.recompute is not None:
         return rows.recompute(tensor, layout)
-    parts = rows.indices(layout) if layout.minor else ()
+    parts = rows.indices(layout.sizes) if layout.minor else ()
     if type(tensor) is not Tensor or tensor.is_meta:  # it has no memory of its own to be recognised by
         return gather_plain(tensor, rows.index, layout, parts)
     storage = cast(Any, tensor.untyped_storage())._cdata
@@ -319,10 +319,8 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
 
     The result keeps the tensor's order of dimensions in memory, so that kernels find the strides they expect: fused
     attention assumes a stride of 1 for the width without a check. Expanded dimensions stay expanded.
-
-    A kernel called within a tensor subclass reads the memory below the flag of a lazy conjugate or negative. So the
-    flag is removed first, and its meaning is computed on the kept rows.
     """
+    # A kernel within a tensor subclass reads the memory below these flags: they are removed, and computed on kept rows.
     if tensor.is_conj():
         return gather_plain(tensor.conj(), index, layout, parts).conj_physical()
     if tensor.is_neg():
@@ -368,7 +366,7 @@ def _of_parts(tensor: Tensor, layout: Layout, places: Sequence[int], parts: Sequ
             tensor = tensor.narrow(part.dim, 0, 1)
     some = layout_as([layout.parts[place] for place in places])
     indices = [parts[place] for place in places]
-    kept = gather_plain(tensor, joined(indices, [part.size for part in some.parts]), some, indices)
+    kept = gather_plain(tensor, joined(indices, some.sizes), some, indices)
     return kept.transpose(some.dim, layout.dim)
 
 
@@ -438,16 +436,12 @@ def rows_apart(tensor: Tensor, layout: Layout) -> Tensor:
 class Densify:
     """A rule's answer if the op has to run at full size: its rows mix, or its kernel cannot run on fewer rows.
 
-    Attributes:
-        reason: Why; it finishes the sentence "densified: ...".
-        like: A sliced operand, if rows do not mix and only the kernel needs all of them. The results are then zero
-            outside the kept rows and go on sliced. Default None: the results are dense.
-        dims: With ``like``: for each result the dimension that its rows lie in, None for a result without rows.
+    If only the kernel needs all rows, the results are zero outside the kept ones and go on sliced ``like`` an operand.
     """
 
-    reason: str
+    reason: str  # finishes the sentence "densified: ..."
     like: RowSlice | None = None
-    dims: tuple[int | None, ...] = ()
+    dims: tuple[int | None, ...] = ()  # with ``like``: where the rows of each result lie, None for one without rows
 
     def after(self, out: Any) -> Any:
         """The results to go on with, made from the op's results at full size."""
@@ -465,7 +459,7 @@ def sliced_again(full: Tensor, rows: RowSet, layout: Layout) -> RowSlice:
 
 def taken_once(values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int]) -> RowSlice:
     """A gradient of values taken out of a full-size one: a row that repeats counts once, and one that fell out not."""
-    if rows.again is not None:
+    if not rows.unique:
         values = _without(values, rows.again, layout.compact(rows.kept))
     return RowSlice(values, rows, layout, shape)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rowprop.backprop.backward import outer
 
@@ -90,10 +91,11 @@ def recording(report: Report) -> Generator[None]:
         _reports[:] = [r for r in _reports if r is not report]
 
 
-def note_sliced(name: str, count: int = 1) -> None:
-    """Tell every open report that an op ran on kept rows."""
+def note(table: Literal["sliced", "cut", "waited"], name: str) -> None:
+    """Count ``name`` in one of the tables of every open report."""
     for report in _reports:
-        report.sliced[name] = report.sliced.get(name, 0) + count
+        counts: dict[str, int] = getattr(report, table)
+        counts[name] = counts.get(name, 0) + 1
 
 
 def note_densified(name: str, reason: str) -> None:
@@ -106,21 +108,3 @@ def note_densified(name: str, reason: str) -> None:
 def watched() -> bool:
     """Whether a report is open."""
     return bool(_reports)
-
-
-def note_full(name: str) -> None:
-    """Tell of a gradient of all rows where nothing else in this backward has one: rows were summed and spread."""
-    if not outer().densified:
-        note_densified(name, "a gradient of all rows comes to it: above, rows were summed into one another")
-
-
-def note_cut(name: str) -> None:
-    """Tell every open report that tokens that were not kept took no gradient at an op."""
-    for report in _reports:
-        report.cut[name] = report.cut.get(name, 0) + 1
-
-
-def note_waited(what: str) -> None:
-    """Tell every open report that the host waited for a device to know ``what``."""
-    for report in _reports:
-        report.waited[what] = report.waited.get(what, 0) + 1

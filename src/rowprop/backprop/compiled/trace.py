@@ -106,14 +106,13 @@ class OnRows(Run):
             if type(b) is RowSlice and self._is_zero(a):
                 return aten.masked_fill.Scalar, (b, condition, 0), {}
         if op in _WRITES and self._is_zero(args[0]):
-            args = Zeros(args[0].shape, args[0].dtype, args[0].device, self.rows), *args[1:]
+            args = self._without_memory(args[0]), *args[1:]
         if op is aten.as_strided_scatter.default and type(args[0]) is Zeros:
             base, g, size, stride, *offset = args
             if not any(offset) and prod(size) == prod(base.shape) and is_contiguous(size, stride):
                 return aten.view.default, (g, base.shape), {}
         if op in (aten.cat.default, aten.stack.default):
-            g = next(a for a in args[0] if type(a) is RowSlice)
-            return op, ([self._sliced_zeros(a, g) if self._is_zero(a) else a for a in args[0]], *args[1:]), kwargs
+            return op, ([self._without_memory(a) if self._is_zero(a) else a for a in args[0]], *args[1:]), kwargs
         if op in (aten.slice_scatter.default, aten.select_scatter.default) and self._is_zero(args[0]):
             base, g, *rest = args
             if op is aten.select_scatter.default:
@@ -123,10 +122,8 @@ class OnRows(Run):
             return aten.slice_backward.default, (g, base.shape, dim, start or 0, size if end is None else end, step), {}
         return op, args, kwargs
 
-    def _sliced_zeros(self, zeros: Tensor, like: RowSlice) -> RowSlice:
-        kept_shape = like.layout.kept_shape(zeros.shape, self.rows.kept)
-        values = like.values.new_zeros(kept_shape, dtype=zeros.dtype)
-        return RowSlice(values, self.rows, like.layout, zeros.shape)
+    def _without_memory(self, zeros: Tensor) -> Zeros:
+        return Zeros(zeros.shape, zeros.dtype, zeros.device, self.rows)
 
     def _is_zero(self, value: Any) -> bool:
         node: Any = self.sources.get(id(value))

@@ -3,7 +3,6 @@
 import importlib
 
 for _family in """
-attention convolution embedding flex float8 fourier indexing liger losses matmul norms pointwise recurrent reductions
-spatial views
+attention embedding indexing libraries losses matmul norms pointwise recurrent reductions spatial views
 """.split():
     importlib.import_module(f"{__name__}.{_family}")

@@ -83,10 +83,7 @@ def map_leaves(value: Any, f: Callable[[Any], Any]) -> Any:
     return f(value)
 
 
-# --- gradients of different picks meet --------------------------------------------------------------------------------
-
-_Union = tuple[RowSet, dict[RowSet, Tensor]]
-"""The rows of several sets together, and for each set the places of its rows among them."""
+_Union = tuple[RowSet, dict[RowSet, Tensor]]  # the rows of several sets, and each set's places among them
 
 
 def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:

@@ -24,7 +24,7 @@ from rowprop.backprop.rules.registry import function_rule, op_name, rule
 from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.sequences import A_CALL, Group, Packed, attend, packed_of, queries_of
 from rowprop.backprop.sliced import Densify, RowSlice, check_readable, sliced_again, taken_once, whole_rows
-from rowprop.backprop.watch import note_cut, note_densified
+from rowprop.backprop.watch import note, note_densified
 
 ALL = "the kernel takes all tokens"
 _OPERANDS = "query", "key", "value", "out", "logsumexp"
@@ -98,7 +98,7 @@ def _of_queries(call: Call, g: RowSlice, time: int) -> Any:
         return attention_backward(call.op, whole_rows(g), *call.args[1:], **call.kwargs)
     cut = g.rows.attention == "cut" and call.key.shape[time] == g.shape[time]
     if cut:
-        note_cut(op_name(call.op))
+        note("cut", op_name(call.op))
     if call.op is not _CPU or time != 2:  # the CPU has no dropout in the kernel
         return Densify(ALL, g, _dims(call, g.dim, cut))
     check_readable(g.rows.index, "how many tokens each sequence keeps")
@@ -182,7 +182,7 @@ def _of_packed(call: Call, g: RowSlice, lengths: list[Any]) -> Any:
             return found
     cut = g.rows.attention == "cut" and _same_lengths(*lengths)
     if cut:
-        note_cut(op_name(call.op))
+        note("cut", op_name(call.op))
     return Densify(ALL, g, _dims(call, time, cut))
 
 
@@ -191,13 +191,9 @@ def _of_sequences(
 ) -> Any:
     """Run a kernel's backward on the sequences that hold a kept token; None if it cannot be known which these are.
 
-    Args:
-        name: The op or function, for the report.
-        g: The gradient of the output, whose rows lie in the first dimension.
-        operands: Queries, keys, values, the output (T, heads, width), and its log-sum-exp (heads, T).
-        lengths: Where the sequences of the queries and of the keys begin and end.
-        kernel: Takes the output's gradient, the operands, both lengths, and the longest of each. It returns the
-            gradients of queries, keys and values, and others.
+    ``operands`` are queries, keys, values and output, (T, heads, width), and its log-sum-exp, (heads, T). The kernel
+    takes the output's gradient, these, where the sequences of queries and of keys begin and end, and the longest of
+    each. It returns the gradients of queries, keys and values, and others.
     """
     query, key, value, out, logsumexp = operands
     if tuple(logsumexp.shape) != tuple(query.shape[1::-1]):
@@ -220,7 +216,7 @@ def _of_sequences(
 
     cut = found.same and g.rows.attention == "cut"
     if cut:
-        note_cut(name)
+        note("cut", name)
     if cut or (found.same and found.whole):
         dk, dv = at_kept(dk), at_kept(dv)
     elif found.rows is not None:
@@ -255,6 +251,107 @@ def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
     note_densified("varlen_attn", ALL)
     dq, dk, dv, *rest = backward(g.dense(), *others)
     if g.rows.attention == "cut" and _same_lengths(*lengths) and query.shape[0] == key.shape[0]:
-        note_cut("varlen_attn")
+        note("cut", "varlen_attn")
         dk, dv = (sliced_again(d, g.rows, g.layout) for d in (dk, dv))
     return sliced_again(dq, g.rows, g.layout), dk, dv, *rest
+
+
+# --- flex_attention: scores and masks that the user writes as functions of the place in the batch ---------------------
+
+
+@rule("flex_attention_backward")
+def flex_attention_backward(
+    op: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, grad: Any, grad_logsumexp: Any,
+    score: Callable[..., Any], joint: Callable[..., Any], blocks: tuple[Any, ...], scale: float, options: Any,
+    score_tensors: tuple[Any, ...] = (), mask_tensors: tuple[Any, ...] = (),
+) -> Any:  # fmt: skip
+    """Each row attends within itself; a score or a mask that asks for the row gets the row's place in the batch."""
+    given = [g for g in (grad, grad_logsumexp) if g is not None]
+    g = given[0]
+    if any(type(x) is not RowSlice or x.dim != 0 or x.layout != g.layout for x in given):
+        return Densify("the output and its log-sum-exp are not sliced alike, with the batch in front")
+    size = g.shape[0]
+
+    def kept(tensor: Any) -> Any:
+        return g.take(tensor, 0) if isinstance(tensor, Tensor) and tensor.shape[0] == size else tensor
+
+    *lists, mask = blocks
+    place = g.take(torch.arange(size, device=g.values.device), 0)
+    query_grad, key_grad, value_grad, captured = op(
+        *(kept(tensor) for tensor in (query, key, value, out, logsumexp)),
+        *(None if x is None else x.values for x in (grad, grad_logsumexp)),
+        _by_rows(score, 1),
+        _by_rows(joint, 1),
+        (*(kept(tensor) for tensor in lists), _by_rows(mask, 0)),
+        scale,
+        options,
+        (*score_tensors, place),
+        (*mask_tensors, place),
+    )
+    both = (key_grad, value_grad) if key.shape[0] != size else (g.like(key_grad), g.like(value_grad))
+    return g.like(query_grad), *both, tuple(captured)[:-1]
+
+
+def _by_rows(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The user's function. Its argument ``at`` counts kept rows; the function is given the row's place in the batch."""
+
+    def call(*args: Any) -> Any:
+        *given, place = args
+        given[at] = torch.ops.aten.index.Tensor(place, [given[at]])
+        results = function(*given)
+        return [*results, None] if isinstance(results, (list, tuple)) else results  # a gradient per captured tensor
+
+    return call
+
+
+@function_rule("torch._higher_order_ops.flex_attention.FlexAttentionAutogradOp", positions=True)
+def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = None, *_: Any) -> Any:
+    """Unpack what torch saves: the operands, the largest scores, the parts of the mask, captured tensors."""
+    # The mask's parts are two lengths, lists of blocks (torch 2.13 has more than 2.12), and the two sizes of a block.
+    from torch._higher_order_ops import utils
+
+    saved: tuple[Any, ...] = cast(Any, utils).saved_values(node)
+    operands, largest, rest = saved[:5], saved[5], saved[6:]
+    sizes = [place for place, part in enumerate(rest) if not isinstance(part, (Tensor, bool, type(None)))][:4]
+    if not isinstance(largest, Tensor) or len(sizes) < 4 or (sizes[1], sizes[3]) != (1, sizes[2] + 1):
+        return Densify("flex_attention does not save what it saves in torch 2.9 to 2.15")
+    blocks, tensors = rest[: sizes[3] + 1], rest[sizes[3] + 1 :]
+    op: Any = torch.ops.higher_order.flex_attention_backward
+    count = node._score_mod_other_buffers_len
+    more = node.scale, node.kernel_options, tensors[:count], tensors[count:]
+    score, joint, mask = node._fw_graph, node._joint_graph, node._mask_graph
+    given = [g for g in (grad, grad_logsumexp) if g is not None]
+    alike = all(type(g) is RowSlice and g.layout == given[0].layout for g in given)
+    kept = queries_of(given[0], 2) if alike else None
+    if kept is None:  # whole sequences are kept, or the queries lie in other places
+        both = (whole_rows(g, 0) for g in (grad, grad_logsumexp))
+        outcome = flex_attention_backward(op, *operands, *both, score, joint, (*blocks, mask), *more)
+        return outcome if type(outcome) is Densify else (*outcome[:3], *[None] * 6, *outcome[3])
+    # The op without a kernel, for the kept queries of each sequence; only kernels read the lists of blocks.
+    cut = given[0].rows.attention == "cut" and operands[1].shape[::2] == operands[0].shape[::2]
+
+    def kernel(group: Group, given: list[Tensor], *both: Tensor | None) -> Sequence[Any]:
+        def of(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+            return _by_tokens(function, at, group.sequences, group.times)
+
+        *found, captured = op(*given, *both, of(score, 1), of(joint, 1), (*blocks, of(mask, 0)), *more)
+        return *found, *captured
+
+    dq, dk, dv, found = attend(kept, (grad, grad_logsumexp), operands, cut, kernel)
+    if cut:
+        note("cut", "flex_attention")
+    totals = (None if captured[0] is None else sum(captured) for captured in zip(*found, strict=True))
+    return dq, dk, dv, *[None] * 6, *totals
+
+
+def _by_tokens(function: Callable[..., Any], at: int, sequences: Tensor, times: Tensor) -> Callable[..., Any]:
+    """The user's function. Two of its arguments count sequences and kept queries; it is given their places."""
+    index = torch.ops.aten.index.Tensor
+
+    def call(*args: Any) -> Any:
+        given = list(args)
+        n, t = args[at], args[at + 2]
+        given[at], given[at + 2] = index(sequences, [n]), index(times, [n, t])
+        return function(*given)
+
+    return call

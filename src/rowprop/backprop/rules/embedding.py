@@ -10,7 +10,7 @@ from torch import Tensor
 from rowprop.backprop.rules.indexing import rows_at
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, check_readable
+from rowprop.backprop.sliced import Densify, RowSlice, check_readable
 
 
 @rule("embedding_dense_backward", positions=True)
@@ -27,7 +27,10 @@ def embedding_backward(op: Any, g: RowSlice, indices: Tensor, num: Any, padding_
 def embedding_bag_backward(op: Any, g: Any, *args: Any) -> Any:
     """The table's gradient contracts over the bags."""
     call = Call(op, (g, *args), {})
-    _check_bags(g, call.scale_grad_by_freq, bool(call.first("sparse")))
+    if type(g) is not RowSlice or g.dim != 0:
+        return Densify("the batch lies in the embedding's width")
+    if call.scale_grad_by_freq or call.first("sparse"):
+        return Densify("the indices of all rows are counted, or listed in a sparse gradient")
     kept: dict[str, Any] = {}
     for name in ("bag_size", "maximum_indices"):  # CUDA saves a bag too many with a last offset
         saved = getattr(call, name)
@@ -51,20 +54,14 @@ def embedding_bag_weights_backward(
     op: Any, g: Any, table: Tensor, indices: Tensor, offsets: Tensor, bag_of: Tensor, *rest: Any
 ) -> Any:
     """Each index of a kept bag has a weight of its own; these indices become the rows."""
-    _check_bags(g)
+    if type(g) is not RowSlice or g.dim != 0:
+        return Densify("the batch lies in the embedding's width")
     place, bag, first = _kept_bags(g, offsets, indices)
     values = op(g.values, table, indices[place], first, bag, *rest)
     return rows_at(g, values, place, indices.shape, 0, unique=g.rows.unique)
 
 
 _MAX = 2  # the mode of an embedding bag that takes the largest entries
-
-
-def _check_bags(g: Any, by_freq: bool = False, sparse: bool = False) -> None:
-    if type(g) is not RowSlice or g.dim != 0:
-        raise NeedsAllRows("the batch lies in the embedding's width")
-    if by_freq or sparse:
-        raise NeedsAllRows("the indices of all rows are counted, or listed in a sparse gradient")
 
 
 def _kept_bags(g: RowSlice, offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

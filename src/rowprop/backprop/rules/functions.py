@@ -1,23 +1,26 @@
 """Custom autograd functions that treat rows alike: their own backward runs on the kept rows.
 
-A function is declared by the dimensions that the rows lie in. Where a declaration does not fit the tensors that are
-there, the backward runs at full size.
+A function is declared by the dimensions that the rows lie in, by :func:`rowwise` or by a rule. Where a declaration does
+not fit the tensors that are there, the backward runs at full size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import EllipsisType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rules.registry import function_rule
+from rowprop.backprop.rules.registry import FUNCTION_RULES, function_rule
 from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, gather
+from rowprop.errors import InvalidInput
 
+F = TypeVar("F", bound=type[torch.autograd.Function])
+Declared = int | None | Sequence[int | None]
 Dims = int | None | tuple[int | EllipsisType | None, ...]
 """For each of several tensors the dimension that the rows lie in, None for a tensor without rows; or one for all.
 ``...`` at the end stands for any number of None: versions of a library differ in their numbers of arguments."""
@@ -35,26 +38,13 @@ class NodeWith:
 
 
 def on_kept_rows(
-    node: Any,
-    gradients: Sequence[RowSlice | Tensor | None],
-    *,
-    saved: Dims,
-    grads: Dims,
-    outputs: Dims = 0,
-    **replaced: Any,
+    node: Any, gradients: Sequence[Any], *, saved: Dims, grads: Dims, outputs: Dims = 0, **replaced: Any
 ) -> tuple[Any, ...]:
     """Run a function's own backward on the kept rows of its gradients and of its saved tensors.
 
-    Args:
-        node: The ``ctx`` of the function's backward.
-        gradients: The gradients of its outputs.
-        saved: Where the rows lie in ``ctx.saved_tensors``.
-        grads: Where the rows lie in the gradients that the backward returns.
-        outputs: Where the rows lie in the function's outputs.
-        **replaced: Other attributes of ``ctx`` that the backward sees changed.
-
-    Raises:
-        NeedsAllRows: The dimensions do not fit the tensors, or ``ctx`` keeps a tensor elsewhere.
+    ``saved``, ``grads`` and ``outputs`` tell where the rows lie, as for :func:`rowwise`. Raises :class:`NeedsAllRows`
+    where they do not fit the tensors, or where ``node``, the backward's ``ctx``, keeps a tensor elsewhere. The backward
+    sees the attributes ``replaced`` of its ``ctx`` changed.
     """
     if any(isinstance(value, Tensor) for value in cast("dict[str, Any]", vars(node)).values()):
         raise NeedsAllRows("a tensor is kept as an attribute of ctx; use save_for_backward")
@@ -68,7 +58,7 @@ def on_kept_rows(
     place = NodeWith(node, saved_tensors=tuple(kept), **replaced)
     returned: Any = cast(Any, type(node)).apply(place, *_values(node, gradients, dims, g))
     results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
-    size = layout.kept_size(rows.kept)
+    size = layout.compact(rows.kept).size
     return tuple(
         r if d is None or not isinstance(r, Tensor) else g.like(r, _place(layout, r.shape, d, size))
         for r, d in zip(results, _each(grads, len(results), "gradients"), strict=True)
@@ -121,6 +111,89 @@ def _values(node: Any, gradients: Sequence[Any], dims: Sequence[int | None], lik
         else:
             values.append(g.values.contiguous())
     return values
+
+
+def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Callable[[F], F]:
+    """Declare that a custom ``torch.autograd.Function`` treats every row by itself, so its backward may run on K rows.
+
+    Any other custom backward gets the gradient of all N rows. A function is row by row if entry ``i`` of its outputs
+    along a dimension depends only on entry ``i`` of its inputs, and on tensors that all rows share, such as weights.
+    Its ``backward`` is called as ever, but with the gradients and ``ctx.saved_tensors`` of the K kept rows: plain
+    contiguous tensors, fit for Triton or numpy. Gradients per row that it returns are taken as those of the kept rows;
+    sums over rows, such as a weight's gradient, are taken as they are.
+
+    Args:
+        saved: For each of ``ctx.saved_tensors`` the dimension that the rows lie in; None for a tensor without rows. One
+            number stands for all. If the rows of the outputs lie in dimension 0, a saved tensor may have several
+            consecutive entries per row: ``(N, T, D)`` saved as ``(N * T, D)``.
+        grads: The same for each gradient that ``backward`` returns, one per argument of ``forward``; None also for an
+            argument that is no tensor.
+        outputs: The same for each output of ``forward``. Default: 0.
+
+    Returns:
+        A decorator that returns the class itself. A subclass has to declare for itself.
+
+    Raises:
+        InvalidInput: The decorated object is no autograd function with a backward, or is declared already; a dimension
+            is not an integer of 0 or more.
+
+    Note:
+        A wrong declaration gives wrong gradients. The backward runs at full size, and :func:`rowprop.watch` says why,
+        if sizes differ from the declared ones, if rows travel in another dimension, if only some of the gradients are
+        sliced, or if a tensor is kept as an attribute of ``ctx`` (use ``save_for_backward``). Other attributes of
+        ``ctx`` pass unchanged: a number of rows among them is N, so read sizes off the tensors.
+
+    Cost:
+        A copy of the K rows of each saved tensor that is read.
+
+    Example:
+        >>> @rowprop.rowwise(saved=(0, None), grads=(0, None))
+        ... class Linear(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x, weight):
+        ...         ctx.save_for_backward(x, weight)
+        ...         return x @ weight
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         x, weight = ctx.saved_tensors
+        ...         return grad @ weight.T, x.T @ grad
+        >>> weight = torch.ones(2, 1, requires_grad=True)
+        >>> losses = Linear.apply(torch.arange(6.0).reshape(3, 2), weight).sum(1)
+        >>> with rowprop.watch() as report:
+        ...     rowprop.pick(losses, torch.tensor([0, 2])).sum().backward()
+        >>> weight.grad.tolist(), report.sliced["Linear"], report.densified
+        ([[4.0], [6.0]], 1, {})
+    """
+    given = {"saved": saved, "grads": grads, "outputs": outputs}
+    where = {name: _checked(name, dims) for name, dims in given.items()}
+
+    def rule(node: Any, backward: Any, *gradients: RowSlice | Tensor | None) -> Any:
+        return on_kept_rows(node, gradients, **where)
+
+    def declare(function: F) -> F:
+        base, own = cast("list[Any]", [torch.autograd.Function, function])
+        is_function = isinstance(own, type) and issubclass(own, base)
+        if not is_function or (own.backward is base.backward and own.vjp is base.vjp):
+            raise InvalidInput(
+                f"rowwise decorates {function!r} but a subclass of torch.autograd.Function with a backward was needed."
+            )
+        if function in FUNCTION_RULES:
+            raise InvalidInput(f"{function.__qualname__} is declared row by row twice; keep one declaration.")
+        function_rule(function)(rule)
+        return function
+
+    return declare
+
+
+def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:
+    several = isinstance(dims, (list, tuple))
+    every = tuple(cast("Sequence[Any]", dims)) if several else (dims,)
+    if not all(d is None or (isinstance(d, int) and not isinstance(d, bool) and d >= 0) for d in every):
+        raise InvalidInput(
+            f"{name} is {dims!r} but a dimension of 0 or more was needed, None where a tensor has no rows, or a tuple "
+            "of those, one for each tensor."
+        )
+    return every if several else every[0]
 
 
 @function_rule("torch.nn.modules._functions.SyncBatchNorm")

@@ -39,7 +39,7 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     # A plain target counts as zeros: no formula of autograd scatters a gradient into another plain tensor. (Python code
     # and foreign nodes receive dense gradients.)
     if type(out) is Zeros and isinstance(src, Tensor):
-        return op(_plain_zeros(out), dim, index, src)
+        return op(out.dense(), dim, index, src)  # counts of the entries of an index, as for a mean
     if type(src) is not RowSlice or type(out) is RowSlice:
         return Densify("the target of the scatter is sliced")
     if len(out.shape) != src.ndim:
@@ -72,11 +72,6 @@ def _varying(index: Tensor, dims: Sequence[int], dim: int, shape: Sequence[int])
             return None
         index = index.narrow(d, 0, 1)
     return index
-
-
-def _plain_zeros(zeros: Zeros) -> Tensor:
-    """Zeros in which a formula counts the entries of the index, as for a mean: the counts hold no gradient."""
-    return torch.zeros(zeros.shape, dtype=zeros.dtype, device=zeros.device)
 
 
 @rule("scatter.value", "index_fill.int_Scalar")
@@ -136,7 +131,7 @@ def _kept_of(g: RowSlice, index: Tensor) -> Any:
 def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1) -> Any:
     """Into zeros. Along the batch nothing is computed: the same values belong to other rows."""
     if type(out) is Zeros and isinstance(g, Tensor):
-        return op(_plain_zeros(out), dim, index, g, alpha=alpha)
+        return op(out.dense(), dim, index, g, alpha=alpha)
     if type(out) is not Zeros or type(g) is not RowSlice:
         return Densify("the target of the sum is not fresh zeros")
     dim %= g.ndim
@@ -274,9 +269,8 @@ def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: boo
         return _zeros_put(op, whole_rows(out), indices, g, accumulate)
     if type(out) is not Zeros or type(g) is not RowSlice:
         return Densify("the target is not fresh zeros")
-    some = [i for i in indices if i is not None]
-    known = g.shape[next(d for d, i in enumerate(indices) if i is not None)] if len(some) == 1 else None
-    indices = _places(indices, out.device, known)
+    given = [d for d, i in enumerate(indices) if i is not None]
+    indices = _places(indices, out.device, g.shape[given[0]] if len(given) == 1 else None)
     used = [d for d, i in enumerate(indices) if i is not None]
     first, width = _first(used), _width(indices)
     inside = [part for part in g.layout.parts if first <= part.dim < first + width]
@@ -335,7 +329,12 @@ def _put_indexed_rows(op: Any, out: Zeros, indices: list[Any], used: list[int], 
     if g.layout.plain and kept[dim] is not indices[dim] and rows.numel() == count < total:
         picked = g.rows.origin is None and g.rows.num_rows == total  # not tokens on their way to experts
         if picked and used == [dim, dim + 1] and width == 1 and len(out.shape) > dim + 2 and takes_tokens(g):
-            return _token_of_each(g, rows, kept[dim + 1], out.shape, dim)
+            # A token of each row, as the last ones of sequences that are padded: these become the rows.
+            rows, tokens = _numbers_of(rows, total), _numbers_of(kept[dim + 1], out.shape[dim + 1])
+            whole, shape = g.rows.derived(rows, total, unique=False), list(g.shape)
+            shape[dim : dim + 1] = [total, 1]
+            one = RowSlice(g.values.unsqueeze(dim + 1), whole, Layout(dim, total), shape)
+            return one.spread(dim + 1).moved(dim + 1, out.shape[dim + 1], tokens.expand(count))
         kept[dim] = torch.arange(count, device=rows.device).view(rows.shape)
         shape = [count if d == dim else size for d, size in enumerate(out.shape)]
         values = op(g.values.new_zeros(shape), kept, g.values, True)
@@ -344,14 +343,6 @@ def _put_indexed_rows(op: Any, out: Zeros, indices: list[Any], used: list[int], 
     if used[-1] - used[0] + 1 != len(used):
         return Densify("the index runs over the batch and more")
     return _put_entries(op, out, indices, used, g)
-
-
-def _token_of_each(g: RowSlice, rows: Tensor, tokens: Tensor, shape: Sequence[int], dim: int) -> Any:
-    """The gradient of a token of each row, as of the last ones of sequences that are padded: these become the rows."""
-    whole = g.rows.derived(_numbers_of(rows, shape[dim]), shape[dim], unique=False)
-    one = [shape[dim] if d == dim else n for d, n in enumerate(g.shape)]
-    g = RowSlice(g.values.unsqueeze(dim + 1), whole, Layout(dim, shape[dim]), [*one[: dim + 1], 1, *one[dim + 1 :]])
-    return g.spread(dim + 1).moved(dim + 1, shape[dim + 1], _numbers_of(tokens, shape[dim + 1]).expand(whole.kept))
 
 
 def _put_entries(op: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int], g: RowSlice) -> Any:

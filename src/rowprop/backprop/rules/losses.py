@@ -47,18 +47,14 @@ def ctc_loss_backward(
             return gather_plain(lengths, index.to(lengths.device), g.layout)
         return cast("list[int]", gather_plain(torch.tensor(lengths), index.cpu(), g.layout).tolist())
 
-    if targets.ndim == 1:
+    if targets.ndim == 1:  # the labels of all rows lie one after the other
         rows = gather_plain(torch.arange(g.shape[0]), index.cpu(), g.layout)
-        lines = _lines(targets, torch.as_tensor(labels).cpu(), rows)
+        lengths = torch.as_tensor(labels).cpu()
+        starts, counts = (lengths.cumsum(0) - lengths)[rows], lengths[rows]
+        shift = starts - (counts.cumsum(0) - counts)
+        places = shift.repeat_interleave(counts) + torch.arange(int(counts.sum()))
+        lines = targets[places.to(targets.device)]
     else:
         lines = g.take(targets)
     saved = g.take(log_probs, 1), lines, kept(steps), kept(labels), g.take(losses), g.take(log_alpha)
     return g.like(op(g.values, *saved, *rest), g.layout.at(1))
-
-
-def _lines(labels: Tensor, lengths: Tensor, kept: Tensor) -> Tensor:
-    """The labels of the ``kept`` rows (K,), where those of all rows (N,) lie one after the other."""
-    starts, counts = (lengths.cumsum(0) - lengths)[kept], lengths[kept]
-    shift = starts - (counts.cumsum(0) - counts)
-    places = shift.repeat_interleave(counts) + torch.arange(int(counts.sum()))
-    return labels[places.to(labels.device)]

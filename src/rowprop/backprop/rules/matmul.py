@@ -20,7 +20,7 @@ from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, op_name, rule
 from rowprop.backprop.sequences import Sequences, in_front, put_back, sequences_of
 from rowprop.backprop.sliced import Densify, RowSlice, sliced_again, whole_rows
-from rowprop.backprop.watch import note_cut, note_densified
+from rowprop.backprop.watch import note, note_densified
 
 _DIMS = {(2, 2): ("ij", "jk", "ik"), (3, 3): ("bij", "bjk", "bik"), (2, 1): ("ij", "j", "i"), (1, 1): ("i", "i", "")}
 """Names of the dimensions of two factors and of their product, by the numbers of the factors' dimensions."""
@@ -51,7 +51,14 @@ def product(op: Any, a: Any, b: Any) -> Any:
     out = op(values, other) if first else op(other, values)
     if free >= 0:
         return g.like(out, g.layout.at(free))
-    return _of_one_sequence(op, g, out, first) if g.rows.attention == "cut" and out.ndim == 3 else out
+    keys = _place_of_keys(first) if g.rows.attention == "cut" and out.ndim == 3 else None
+    if keys is None or not g.layout.plain:
+        return out
+    time = 3 - keys if first else keys
+    if out.shape[time] != g.rows.num_rows:
+        return out
+    note("cut", op_name(op))  # of a batch of one, as packed sequences are, these are the keys of kept queries
+    return sliced_again(out, g.rows, Layout(time, g.rows.num_rows))
 
 
 # --- tokens of sequences ----------------------------------------------------------------------------------------------
@@ -72,20 +79,11 @@ def _of_tokens(op: Any, a: Any, b: Any, turned: bool = False) -> Any:
         return _free(op, kept, other)
     out = _contracted(op, kept, other)
     if keys is not None and out.shape[keys] == kept.time.size:
-        note_cut(op_name(op))
+        note("cut", op_name(op))
         return kept.of_kept(out, keys)
     if g.rows.attention == "cut":
         note_densified(op_name(op), "not cut: keys are known by a softmax over as many scores as there are queries")
     return out
-
-
-def _of_one_sequence(op: Any, g: RowSlice, out: Tensor, turned: bool) -> Any:
-    """A contraction over tokens in a batch of one, as packed sequences are: sliced if these are attention's queries."""
-    keys = _place_of_keys(turned)
-    if keys is None or not g.layout.plain or out.shape[3 - keys if turned else keys] != g.rows.num_rows:
-        return out
-    note_cut(op_name(op))
-    return sliced_again(out, g.rows, Layout(3 - keys if turned else keys, g.rows.num_rows))
 
 
 def _transposed(x: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -37,8 +37,8 @@ def group_norm_backward(
         return Densify("the batch is not the first dimension")
     # The kernel reads both in the input's memory format, to which autograd's formula has converted the gradient.
     values, x = in_one_format(g, input)
-    out = op(values, x, g.take(mean), g.take(rstd), weight, x.shape[0], c, hw, group, mask)
-    return _first_local(g, out)
+    dx, *others = op(values, x, g.take(mean), g.take(rstd), weight, x.shape[0], c, hw, group, mask)
+    return None if dx is None else g.like(dx), *others
 
 
 def in_one_format(g: RowSlice, input: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,11 +46,6 @@ def in_one_format(g: RowSlice, input: Tensor) -> tuple[Tensor, Tensor]:
     x = g.take(input)
     memory_format = suggest_memory_format(x)
     return g.values.contiguous(memory_format=memory_format), x.contiguous(memory_format=memory_format)
-
-
-def _first_local(g: RowSlice, out: Sequence[Any]) -> tuple[Any, ...]:
-    """The input gradient keeps the rows; the parameters' gradients contract over the rows."""
-    return (None if out[0] is None else g.like(out[0]), *out[1:])
 
 
 @rule("native_batch_norm_backward", positions=True)
@@ -72,16 +67,15 @@ def batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
         return _project(call, g) if found is None else found
     # If one row comes in two formats, the CPU kernel takes the strides of one tensor for the strides of the other.
     values, x = in_one_format(g, call.input)
-    if g.dim != 1:
-        return _first_local(g, call.run(values, input=x))
-    # Instance norm: the batch is merged into the channels, each with statistics of its own.
-    vectors = {name: getattr(call, name) for name in ("weight", *_STATISTICS)}
-    kept = {name: v if v is None or v.numel() == 0 else g.take(v, 0) for name, v in vectors.items()}
+    kept: dict[str, Any] = {}
+    if g.dim == 1:  # instance norm: the batch is merged into the channels, each with statistics of its own
+        for name in ("weight", "running_mean", "running_var", "save_mean", "save_invstd"):
+            v = getattr(call, name)
+            kept[name] = v if v is None or v.numel() == 0 else g.take(v, 0)
     dx, *others = call.run(values, input=x, **kept)
-    return None if dx is None else g.like(dx), *(None if v is None else g.like(v, g.layout.at(0)) for v in others)
-
-
-_STATISTICS = "running_mean", "running_var", "save_mean", "save_invstd"
+    if kept:
+        others = [None if v is None else g.like(v, g.layout.at(0)) for v in others]
+    return None if dx is None else g.like(dx), *others
 
 
 def _needs_all_rows(g: RowSlice) -> str | None:
@@ -112,7 +106,6 @@ _warned: list[bool] = []  # whether the first choice, the only one with a warnin
 
 
 def _warn_once(few: bool) -> None:
-    """Warn of the first choice in the process."""
     if _warned:
         return
     _warned.append(few)

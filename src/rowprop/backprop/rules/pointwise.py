@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop.backward import node_name
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, Zeros, check_readable
 from rowprop.backprop.watch import note_densified
@@ -146,8 +147,7 @@ def where(op: Any, condition: Any, a: Any, b: Any) -> Any:
 
 def _unfilled(value: Any) -> bool:
     """Whether a full-size tensor is the zeros that the formula of ``cumprod`` fills in, part by part."""
-    node = cast(Any, torch)._C._current_autograd_node()
-    if node is None or not node.name().startswith("CumprodBackward") or not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or not node_name().startswith("CumprodBackward"):
         return False
     check_readable(value, "whether a part of a running product's gradient is still zero")
     return not value.any()
@@ -165,11 +165,7 @@ def is_zero(value: Any) -> bool:
         return False
     if not waits(value):
         return value.item() == 0
-    node = cast(Any, torch)._C._current_autograd_node()
-    return node is not None and _FILLS_ZEROS.fullmatch(node.name()) is not None
-
-
-# --- sums of gradients ----------------------------------------------------------------------------------------------
+    return _FILLS_ZEROS.fullmatch(node_name()) is not None
 
 
 @rule("add.Tensor", "sub.Tensor", fills_zeros=True, positions=True)
@@ -200,8 +196,7 @@ def add_in_place(op: Any, out: Tensor, g: Any, *, alpha: Any = 1) -> Any:
     """A leaf adds a gradient to the ``.grad`` that it has already; autograd adds one to a dense one, to go on with."""
     if out.shape != g.shape or out.dtype != g.values.dtype:
         return Densify("shapes or dtypes differ")
-    node = cast(Any, torch)._C._current_autograd_node()
-    if node is None or not node.name().endswith("AccumulateGrad"):
+    if not node_name().endswith("AccumulateGrad"):
         note_densified("add_.Tensor", "it is added to a gradient of all rows")
     return g.add_into(out, alpha)
 
@@ -230,19 +225,13 @@ def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     return g.like(g.values.clone(memory_format=torch.contiguous_format))  # views of it may be written to
 
 
-@rule("zero", "zeros_like", fills_zeros=True, positions=True)
-def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
+@rule("zero", "zeros_like", "new_zeros", fills_zeros=True, positions=True)
+def zeros(op: Any, g: Any, size: Sequence[int] | None = None, **kwargs: Any) -> Any:
     """Zeros have no rows yet; they take the layout of the gradient written into them."""
     source = g.values if type(g) is RowSlice else g
-    return Zeros(g.shape, kwargs.get("dtype") or source.dtype, source.device, g.rows)
-
-
-@rule("new_zeros", positions=True)
-def new_zeros(op: Any, g: RowSlice, size: Sequence[int], **kwargs: Any) -> Any:
-    """Zeros of another shape; they take the layout of the gradient written into them."""
-    if kwargs.get("device") not in (None, g.values.device):
+    if kwargs.get("device") not in (None, source.device):
         return Densify("the zeros live on another device")
-    return Zeros(size, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
+    return Zeros(g.shape if size is None else size, kwargs.get("dtype") or source.dtype, source.device, g.rows)
 
 
 @rule("new_empty_strided", positions=True)
@@ -252,7 +241,7 @@ def new_empty_strided(op: Any, g: RowSlice, size: Sequence[int], stride: Sequenc
         return fresh(op, g, size, stride, **kwargs)
     if not is_contiguous(size, stride):
         return Densify("an in-place op on a view of a tensor that is not contiguous")
-    return new_zeros(op, g, size, **kwargs)
+    return zeros(op, g, size, **kwargs)
 
 
 def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:

@@ -73,13 +73,7 @@ def cudnn_rnn_backward(op: Any, *args: Any) -> Any:
     return _backward(call, g, results, input=x, hx=h, cx=c, output=y, reserve=saved)
 
 
-@rowlocal("_thnn_fused_lstm_cell_backward_impl", keep=2, why=_MIXED)
-def lstm_cell_backward(call: Call, ndim: int) -> Iterable[int]:
-    """One step of an LSTM; the rows are in front."""
-    return range(1, ndim)
-
-
-@rowlocal("_thnn_fused_gru_cell_backward", keep=3, why=_MIXED)
-def gru_cell_backward(call: Call, ndim: int) -> Iterable[int]:
-    """One step of a GRU."""
+@rowlocal("_thnn_fused_lstm_cell_backward_impl", "_thnn_fused_gru_cell_backward", why=_MIXED)
+def cell_backward(call: Call, ndim: int) -> Iterable[int]:
+    """One step of an LSTM or a GRU; the rows are in front."""
     return range(1, ndim)

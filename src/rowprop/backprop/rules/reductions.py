@@ -1,4 +1,4 @@
-"""Sums and means, and the running sums."""
+"""Sums and means, and ops along dimensions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _some_parts(g: RowSlice, left: tuple[int, ...]) -> RowSlice:
     if any(part.outer != 1 or part.inner != 1 for part in (parts[0], first)):
         raise NeedsAllRows("the sum goes over a part of the rows that is merged with another dimension")
     minor = tuple(parts[place] for place in left[1:])
-    rows = g.rows.some_parts(g.layout, left)
+    rows = g.rows.some_parts(g.layout.sizes, left)
     values = g.values.transpose(parts[0].dim, first.dim)
     layout = Layout(first.dim, rows.num_rows, 1, 1, minor)
     return RowSlice(values, rows, layout, [g.shape[d] if layout.holds(d) else n for d, n in enumerate(values.shape)])
@@ -56,7 +56,13 @@ def mean(op: Any, g: RowSlice, dims: Sequence[int] | None = None, *keepdim: bool
     return total.like(total.values / count) if type(total) is RowSlice else total / count
 
 
-@rowlocal("cumsum", why="the running sum goes over the batch")
-def cumsum(call: Call, ndim: int) -> Iterable[int]:
-    """Running sums along a dimension that holds no rows."""
+@rowlocal("cumsum", "glu_backward", why="the op runs over the batch", positions=True)
+def along(call: Call, ndim: int) -> Iterable[int]:
+    """Running sums, and gated halves, of a dimension that holds no rows."""
     return (call.dim,)
+
+
+@rowlocal("_fft_c2c", "_fft_r2c", "_fft_c2r", "rot90", why="the op runs over the batch")
+def transform(call: Call, ndim: int) -> Iterable[int]:
+    """Fourier transforms over dimensions that hold no rows, and quarter turns in them."""
+    return call.first("dim", "dims")

@@ -18,20 +18,14 @@ class Rule:
     """How an op, or a custom autograd function, acts on a row-sliced gradient."""
 
     run: Callable[..., Any]
-    family: str
-    """The module that declared the rule: a heading of the support matrix."""
-    positions: bool = False
-    """Whether the rule also takes rows that are positions in several dimensions."""
-    fills_zeros: bool = False
-    """Whether the rule also takes :class:`~rowprop.backprop.sliced.Zeros` as the tensor written to."""
-    apart: bool = False
-    """Whether the rule takes operands that hold different rows."""
+    family: str  # the module that declared the rule: a heading of the support matrix
+    positions: bool = False  # whether the rule also takes rows that are positions in several dimensions
+    fills_zeros: bool = False  # whether the rule also takes zeros as the tensor written to
+    apart: bool = False  # whether the rule takes operands that hold different rows
 
 
-RULES: dict[Op, Rule] = {}
-"""The rule of each aten op."""
-FUNCTION_RULES: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
-"""The rule of each custom ``autograd.Function`` class."""
+RULES: dict[Op, Rule] = {}  # the rule of each aten op
+FUNCTION_RULES: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()  # of autograd.Function classes
 _NAMED: dict[str, Rule] = {}
 _KINDS: list[tuple[Callable[[type], bool], Rule]] = []
 
@@ -41,17 +35,16 @@ def rule(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how aten ops act on a sliced gradient.
 
-    A rule is called as ``rule(op, *args, **kwargs)``. A row-sliced argument is a
-    :class:`~rowprop.backprop.sliced.RowSlice`, all of the same rows; the others are as autograd passed them. The rule
-    returns the op's result, with a ``RowSlice`` for each result that keeps its rows, or a
-    :class:`~rowprop.backprop.sliced.Densify` with a reason.
+    A rule is called as ``rule(op, *args, **kwargs)``. A row-sliced argument is a ``RowSlice``, all of the same rows;
+    the others are as autograd passed them. The rule returns the op's result, with a ``RowSlice`` for each result that
+    keeps its rows, or a ``Densify`` with a reason.
 
     Args:
         *keys: Ops as ``"mm"`` (its default overload) or ``"sum.dim_IntList"``; an op of higher order by its name.
         maybe: Further keys that some supported torch versions lack.
-        positions: Whether the rule also takes rows that are positions in several dimensions, such as tokens.
-        fills_zeros: Whether the rule also takes a tensor of zeros to write into.
-        apart: Whether the rule takes operands that hold different rows; for other rules they are put on one set.
+        positions: See :class:`Rule`, as for the other two.
+        fills_zeros: Else the op runs at full size there.
+        apart: For other rules, operands that hold different rows are put on one set.
 
     Raises:
         ValueError: A key is malformed, names no op, or has a rule already.
@@ -79,15 +72,9 @@ def function_rule(
 
     A rule is called as ``rule(node, backward, *grads)``, and only where a gradient is sliced. ``node`` is the ``ctx``
     of the function's backward, which ``backward(*plain_grads)`` runs. ``grads`` are the gradients of the forward's
-    outputs, None where undefined; rows and results are as for :func:`rule`.
-
-    Args:
-        which: The function's class; a subclass has a rule of its own. Or the class's full name, module and all, if its
-            library shall not be imported for the rule; or, for classes made on the fly, a test that is given a class.
-        positions: As for :func:`rule`.
-
-    Raises:
-        ValueError: The class has a rule already.
+    outputs, None where undefined; rows and results are as for :func:`rule`. ``which`` is the function's class (a
+    subclass has a rule of its own); the class's full name, module and all, if its library shall not be imported for the
+    rule; or, for classes made on the fly, a test that is given a class. A second rule for a class is a ValueError.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:

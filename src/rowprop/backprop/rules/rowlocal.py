@@ -70,27 +70,18 @@ def _plan(op: Any) -> tuple[list[int], list[int], list[int]]:
 
 
 def rowlocal(
-    *keys: str,
-    why: str = "the batch lies in space",
-    keep: int = 1,
-    positions: bool = False,
-    maybe: tuple[str, ...] = (),
+    *keys: str, why: str = "the batch lies in space", positions: bool = False, maybe: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Call, int], Iterable[int]]], Callable[..., Any]]:
     """Declare that ops treat the rows of their gradients alike, but for some dimensions.
 
     The decorated function is given a call and the gradient's number of dimensions, and returns the dimensions that the
-    op mixes. If rows lie in one of these the op densifies; rows that are positions become whole rows first.
+    op mixes. If rows lie in one of these the op densifies, and the report says ``why``; rows that are positions become
+    whole rows first. ``keys``, ``maybe`` and ``positions`` are as for :func:`~rowprop.backprop.rules.registry.rule`.
 
     The rest is in the op's schema. Gradients are called ``grad...``, or the first argument is the only one; several are
     sliced alike, or None. Each other tensor that has to be given has rows in the gradient's dimension; one that may be
-    None is a weight. A shape called ``input_size`` is a full one.
-
-    Args:
-        *keys: The ops, as for :func:`~rowprop.backprop.rules.registry.rule`.
-        why: The reason that the report gives where rows lie in a mixed dimension.
-        keep: How many results have rows, from the first one on. The others are sums over the rows.
-        positions: As for :func:`~rowprop.backprop.rules.registry.rule`.
-        maybe: The same.
+    None is a weight. A shape called ``input_size`` is a full one. A result with as many dimensions as the gradient has
+    rows; one with fewer is a sum over them.
     """
 
     def declare(mixed: Callable[[Call, int], Iterable[int]]) -> Callable[..., Any]:
@@ -121,7 +112,7 @@ def rowlocal(
             out = op(*kept, **kwargs)
             if isinstance(out, Tensor):
                 return g.like(out)
-            return tuple(r if r is None or place >= keep else g.like(r) for place, r in enumerate(out))
+            return tuple(g.like(r) if r is not None and r.ndim == g.ndim else r for r in out)
 
         return rule(*keys, maybe=maybe, positions=positions)(run)
 

@@ -1,10 +1,31 @@
-"""Pooling, padding and resampling: they act on the last dimensions only."""
+"""Convolutions, pooling, padding and resampling: they act on one image per row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
+from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
+
+
+@rule("convolution_backward", positions=True)
+def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -> Any:
+    """The input gradient has K rows, parameter gradients contract over them; a 1x1 kernel takes single pixels, too."""
+    if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice:
+        return Densify("the convolution's input or weight is sliced, not its output's gradient")
+    pixels = g.layout.minor and not g.layout.holds(1) and {*weight.shape[2:], *rest[1]} == {1}  # stride
+    pixels = pixels and not any((*rest[2], *rest[5]))  # padding, output padding: each position is by itself
+    if g.layout.minor and not pixels:
+        g = whole_rows(g, 0)
+    if g.dim != 0 and not pixels:
+        return Densify("the batch lies in the channels or in space")
+    input = g.take(input)
+    if g.rows.hook is not None and rest[-1][1]:
+        g.rows.hook.measure_convolution(g.rows, g.layout, g.values, input, weight, rest)
+    grad_input, grad_weight, grad_bias = op(g.values, input, weight, *rest)
+    return (None if grad_input is None else g.like(grad_input)), grad_weight, grad_bias
 
 
 @rowlocal(
@@ -32,18 +53,6 @@ def upsample_backward(call: Call, ndim: int) -> Iterable[int]:
     return range(2, ndim)
 
 
-@rowlocal("rot90", why="the turn mixes the batch with another dimension")
-def rotate(call: Call, ndim: int) -> Iterable[int]:
-    """Quarter turns in a plane of two dimensions that hold no rows."""
-    return call.dims
-
-
-@rowlocal("glu_backward", why="the halves are halves of the batch", positions=True)
-def glu_backward(call: Call, ndim: int) -> Iterable[int]:
-    """Gated halves of a dimension that holds no rows."""
-    return (call.dim,)
-
-
 @rowlocal("tril", "triu", why="the triangle cuts through the batch")
 def triangle(call: Call, ndim: int) -> Iterable[int]:
     """A triangle of the last two dimensions."""
@@ -64,7 +73,7 @@ def unfold_images(call: Call, ndim: int) -> Iterable[int]:
 
 @rowlocal(
     "grid_sampler_2d_backward", "grid_sampler_3d_backward", "cudnn_grid_sampler_backward",
-    keep=2, why="the batch lies in the channels or in space",
+    why="the batch lies in the channels or in space",
 )  # fmt: skip
 def grid_sampler_backward(call: Call, ndim: int) -> Iterable[int]:
     """Each image has its own grid."""

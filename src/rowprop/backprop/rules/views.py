@@ -16,7 +16,7 @@ from rowprop.backprop.rules.apply import end_to_end, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import Affine, Densify, NeedsAllRows, RowSet, RowSlice, Zeros, whole_rows
+from rowprop.backprop.sliced import Affine, Densify, RowSet, RowSlice, Zeros, whole_rows
 from rowprop.host import waits
 
 
@@ -246,27 +246,17 @@ def _is_token(g: RowSlice, dim: int) -> bool:
     return takes_tokens(g) and g.dim + 1 == dim < g.ndim - 1
 
 
-@rule("diagonal_backward")
-def diagonal_backward(op: Any, g: RowSlice, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Any:
-    """Zeros around a diagonal of two dimensions that hold no rows (it is ``g``'s last dimension)."""
-    layout = _beside_diagonal(g, len(sizes), dim1, dim2)
-    return g.like(op(g.values, g.kept_shape(sizes, layout), offset, dim1, dim2), layout)
-
-
-@rule("diag_embed")
-def diag_embed(op: Any, g: RowSlice, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
-    """The last dimension, which holds no rows, as a diagonal."""
-    return g.like(op(g.values, offset, dim1, dim2), _beside_diagonal(g, g.ndim + 1, dim1, dim2))
-
-
-def _beside_diagonal(g: RowSlice, ndim: int, *dims: int) -> Layout:
-    """The layout when the last dimension becomes two."""
+@rule("diagonal_backward", "diag_embed")
+def around_diagonal(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
+    """Zeros around the last dimension, which holds no rows and becomes a diagonal."""
+    call, layout = Call(op, (g, *args), kwargs), g.layout
     if g.dim == g.ndim - 1:
-        raise NeedsAllRows("the diagonal runs through the batch")
-    layout = g.layout
-    for dim in sorted(d % ndim for d in dims):
+        return Densify("the diagonal runs through the batch")
+    for dim in sorted(d % (g.ndim + 1) for d in (call.dim1, call.dim2)):
         layout = lay.insert(layout, dim)
-    return layout
+    full = call.first("input_sizes")
+    sizes: dict[str, Any] = {} if full is None else {"input_sizes": g.kept_shape(full, layout)}
+    return g.like(call.run(g.values, **sizes), layout)
 
 
 @rule("diagonal")

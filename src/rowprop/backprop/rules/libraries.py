@@ -1,14 +1,17 @@
-"""Liger's custom functions, known by name: the library is not imported for them.
+"""Custom functions of Liger and of torchao, known by name: the libraries are not imported for them.
 
-Their kernels work over the last dimension. Some backwards write over the gradient or a saved tensor: they get copies.
+Liger's kernels work over the last dimension. Some backwards write over the gradient or a saved tensor: they get copies.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from rowprop.backprop.rules.functions import Dims, on_kept_rows
+import torch
+from torch import Tensor
+
+from rowprop.backprop.rules.functions import Dims, NodeWith, on_kept_rows
 from rowprop.backprop.rules.registry import function_rule
 from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice
 
@@ -86,3 +89,25 @@ def _fused_linear_cross_entropy(node: Any, backward: Any, *grads: Any) -> Any:
     if not vars(node).get("defer_grads"):
         return Densify("this version of Liger sums the weight's gradient over all rows in its forward")
     return on_kept_rows(node, grads, saved=(0, None, 0, None), grads=(0, ...), outputs=(0, ...))
+
+
+_MULTIPLE = 16  # the products of float8 kernels need as many rows, or a multiple
+
+
+@function_rule("torchao.float8.float8_linear.matmul_with_hp_or_float8_args")
+def float8_linear(node: Any, backward: Any, gradient: RowSlice) -> Any:
+    """The product of an input and a weight that are rounded; the scales are those of all rows."""
+    # The largest entries make the scales, and may lie in a row that is not kept. So the kept rows get further rows with
+    # the largest entries of all rows; the gradient is zero there, and they add nothing.
+    full, weight = node.saved_tensors
+    if type(full) is not Tensor or full.shape[:-1] != gradient.shape[:-1] or gradient.dim == gradient.ndim - 1:
+        return Densify("the input was rounded before, or has another shape than the output")
+    g = gradient.merged()  # rounding is not linear: repeated rows are added first
+    kept = g.take(full)
+    grads, inputs = g.values.flatten(0, -2), kept.flatten(0, -2)
+    largest = full.detach().abs().flatten(0, -2).amax(0)
+    more = _MULTIPLE - len(inputs) % _MULTIPLE
+    saved = torch.cat([inputs, largest.expand(more, -1)]), weight
+    padded = torch.cat([grads, grads.new_zeros(more, grads.shape[1])])
+    to_input, *others = cast(Any, type(node)).apply(NodeWith(node, saved_tensors=saved), padded)
+    return g.like(to_input[: len(inputs)].view(kept.shape)), *others
