@@ -45,7 +45,8 @@ class Decoder:
     """In which ways it can be told of packed segments; eager attention adds its mask, whatever the dtype."""
     single: str = ""
     """``"partly"``: parts compute in float32 whatever the dtype; ``"only"``: there is no kernel for float64."""
-    densifies: tuple[str, ...] = ()
+    interface: bool = True
+    """Whether transformers calls its attention where the oracle of ``attention="cut"`` can stand around it."""
 
     @property
     def fused(self) -> bool:
@@ -107,7 +108,7 @@ DECODERS = [
     Decoder("GPT-J", "gptj", {**gpt, "rotary_dim": 8}, "eager", packed=added, single="partly"),
     Decoder("GPT-NeoX", "gpt_neox", sizes, mixing=("query_key_value",)),
     Decoder("OPT", "opt", {**sizes, "ffn_dim": INNER, "word_embed_proj_dim": WIDTH}, packed=masks),
-    Decoder("BLOOM", "bloom", bloom, "eager", mixing=("query_key_value",), packed=(), densifies=("custom function",)),
+    Decoder("BLOOM", "bloom", bloom, "eager", mixing=("query_key_value",), packed=(), interface=False),
     Decoder(
         "Falcon",
         "falcon",

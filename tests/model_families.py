@@ -52,7 +52,7 @@ def decoder_line(decoder: Decoder) -> str:
     name = f"{decoder.name}, {decoder.experts} experts" if decoder.experts else decoder.name
     doubles = "" if decoder.single else f"{double[0]:.0e}"
     cells = [name, decoder.attention, f"{single:.0e}", doubles, f"{over:.2f}"]
-    if not decoder.densifies:
+    if decoder.interface:
         segments = max(segments_share(decoder, way) for way in decoder.packed)
         cells += [f"{error:.0e}", f"{share:.2f}", f"{segments:.2f}"]
     return f"| {' | '.join([*cells, *[''] * (8 - len(cells))])} |"
@@ -126,8 +126,8 @@ def tokens() -> list[str]:
         "* *cut, over keep*: FLOPs over the kept tokens' share of the full backward.",
         "* *segments*: the same for whole segments of packed rows, where cut attention is exact.",
         "",
-        "BLOOM's activation is a custom function that takes a dense gradient. Where no error for float64 stands, parts",
-        "of the model run in float32 whatever the dtype, or an op has no kernel for float64.",
+        "Where no error for float64 stands, parts of the model run in float32 whatever the dtype, or an op has no",
+        "kernel for float64. The oracle of cut attention does not reach BLOOM's own.",
         "",
         f"| model | attention | error, float32 | error, float64 | over reachable | {cut} | segments |",
         "|---|---|---|---|---|---|---|---|",

@@ -88,7 +88,7 @@ def test_the_page_has_a_line_for_each():
 
 # --- tokens as rows ---------------------------------------------------------------------------------------------------
 
-SLICED = [decoder for decoder in DECODERS if not decoder.densifies]
+SLICED = [decoder for decoder in DECODERS if decoder.interface]
 
 
 def tolerance_of(decoder: Decoder, dtype: torch.dtype) -> float:
@@ -117,9 +117,8 @@ def test_tokens_cost_what_their_gradient_reaches(decoder: Decoder, mask: str):
             continue  # an expert without a kept token runs for another one, whose sequence is reached then
         if decoder.experts == "grouped_mm" and mask == "uneven" and waits(torch.device("cpu")):
             continue  # a device does not count the rows of each expert, so sequences that keep no token go on as zeros
-        if not decoder.densifies:
-            assert not found.flops.uncounted
-            assert found.flops.total_flops <= 1.03 * decoders.reachable_flops(decoder, kept)
+        assert not found.flops.uncounted
+        assert found.flops.total_flops <= 1.03 * decoders.reachable_flops(decoder, kept)
 
 
 @needs_packages

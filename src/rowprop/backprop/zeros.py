@@ -20,7 +20,7 @@ from rowprop.backprop.pick import Attention
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rows import RowSet
 from rowprop.backprop.sliced import RowSlice, gather_plain, rows_apart
-from rowprop.backprop.watch import note_waited
+from rowprop.backprop.watch import note
 from rowprop.batch import map_tensors
 from rowprop.checks import check_choice, check_number, check_tensor
 from rowprop.errors import InvalidInput
@@ -174,13 +174,13 @@ class SkippingZeros:
         if not torch.is_grad_enabled():
             return None
 
-        def note(record: SkipRecord) -> None:
+        def keep(record: SkipRecord) -> None:
             self.records = running().of(self, dict[str, SkipRecord])
             held = self.records.setdefault(place, record)
             if record.kept / record.total < held.kept / held.total:
                 self.records[place] = record
 
-        return map_tensors(lambda tensor: self._skip.hooked(tensor, note, place, lambda: self._active), output)
+        return map_tensors(lambda tensor: self._skip.hooked(tensor, keep, place, lambda: self._active), output)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Skip:
     def hooked(
         self,
         tensor: Tensor,
-        note: Callable[[SkipRecord], None],
+        keep: Callable[[SkipRecord], None],
         place: str = "",
         active: Callable[[], bool] = lambda: True,
     ) -> Tensor:
@@ -206,7 +206,7 @@ class _Skip:
             return tensor
 
         def tell(total: int, live: int | None, kept: int, reason: str) -> None:
-            note(SkipRecord(place, unit, total, live, kept, reason))
+            keep(SkipRecord(place, unit, total, live, kept, reason))
 
         def change(grad: Tensor, layout: Layout) -> RowSlice | None:
             return self._live(grad, layout, tell) if active() else None
@@ -242,7 +242,7 @@ class _Skip:
             return RowSlice(gather_plain(values, places, within), g.rows.some(places), g.layout, g.shape)
         rows = RowSet(places, layout.num_rows, unique=True, batchnorm="exact", attention=self.attention)
         # Not gather(), which would hold the whole gradient as long as the backward runs.
-        kept = gather_plain(values, places, layout, rows.indices(layout) if layout.minor else ())
+        kept = gather_plain(values, places, layout, rows.indices(layout.sizes) if layout.minor else ())
         return RowSlice(kept, rows, layout, values.shape)
 
     def _places(self, live: Tensor, tell: Callable[[int | None, int, str], None]) -> Tensor | None:
@@ -258,7 +258,7 @@ class _Skip:
             tell(None, room, f"capacity={self.capacity} takes so many")
             return live.logical_not().argsort(stable=True)[:room].sort().values
         if waits(live):
-            note_waited("which rows have a gradient of zeros")
+            note("waited", "which rows have a gradient of zeros")
         places = live.nonzero().squeeze(1)
         count = places.numel()
         if count > room:

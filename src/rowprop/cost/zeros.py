@@ -177,7 +177,7 @@ class _Seen:
         for one in self.passes:
             by_module: dict[str, int] = {}
             for number, flops in one.flops.items():
-                path = self.modules.of_number(number)
+                path = self.modules.of(number)
                 by_module[path] = by_module.get(path, 0) + flops
                 report.backward_flops += flops
             for path, live, saves in one.saved(by_module):

@@ -1,4 +1,4 @@
-"""Custom functions of Liger and of torchao, known by name: the libraries are not imported for them.
+"""Custom functions of Liger, TRL, transformers and torchao, known by name: no library is imported for them.
 
 Liger's kernels work over the last dimension. Some backwards write over the gradient or a saved tensor: they get copies.
 """
@@ -89,6 +89,18 @@ def _fused_linear_cross_entropy(node: Any, backward: Any, *grads: Any) -> Any:
     if not vars(node).get("defer_grads"):
         return Densify("this version of Liger sums the weight's gradient over all rows in its forward")
     return on_kept_rows(node, grads, saved=(0, None, 0, None), grads=(0, ...), outputs=(0, ...))
+
+
+@function_rule("trl.kernels.chunked_logprob.ChunkedLogProbFunction")
+def _chunked_log_probs(node: Any, backward: Any, *grads: Any) -> Any:
+    """The head and each token's log-probability: the backward computes the logits again, here for the kept tokens."""
+    return on_kept_rows(node, grads, saved=(0, None, None, 0, 0, 0), grads=(0, ...))
+
+
+@function_rule("transformers.models.bloom.modeling_bloom.GeLUFunction", positions=True)
+def _bloom_gelu(node: Any, backward: Any, g: RowSlice) -> Any:
+    kept = NodeWith(node, saved_tensors=(g.take(node.saved_tensors[0]),))
+    return (g.like(cast(Any, type(node)).apply(kept, g.values)),)
 
 
 _MULTIPLE = 16  # the products of float8 kernels need as many rows, or a multiple
