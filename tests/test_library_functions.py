@@ -621,3 +621,33 @@ def test_a_function_that_nobody_knows_is_named():
     x = torch.randn(N, 5, dtype=torch.float64)
     report = assert_same_gradients(lambda: Mystery.apply(x @ w).square().sum(1), [w])
     assert "MysteryBackward, a custom autograd function," in report.densified["custom function"].reason
+
+
+# --- torch's own head and loss, in chunks -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.12 and older have no such function")
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+# Red when: the class's name is another one (in chunks the backward would be dense), or the targets are not taken.
+def test_linear_cross_entropy(chunked: bool, bias: bool):
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    options = LinearCrossEntropyOptions() if chunked else None
+    layer, head = nn.Linear(6, 5), nn.Linear(5, 11, bias=bias)
+    x, target = torch.randn(N, 6), torch.arange(N)
+    found: list[tuple[list[Tensor], int]] = []
+    for pick in (lambda losses, rows: losses[rows], rowprop.pick):
+        layer.zero_grad()
+        head.zero_grad()
+        losses = F.linear_cross_entropy(
+            layer(x), head.weight, target, linear_bias=head.bias, reduction="none", options=options
+        )
+        with rowprop.watch() as report, count_flops() as flops:
+            pick(losses, torch.tensor([1, 4])).mean().backward()
+        grads = [p.grad for p in (*layer.parameters(), *head.parameters())]
+        assert None not in grads and not report.densified
+        found.append(([g for g in grads if g is not None], flops.total_flops))
+    (expected, full), (actual, part) = found
+    torch.testing.assert_close(actual, expected)
+    assert part <= 0.26 * full

@@ -97,6 +97,15 @@ def _chunked_log_probs(node: Any, backward: Any, *grads: Any) -> Any:
     return on_kept_rows(node, grads, saved=(0, None, None, 0, 0, 0), grads=(0, ...))
 
 
+_generated = "torch._library.autograd.GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked"
+
+
+@function_rule(f"{_generated}_no_reduction_default")
+def _linear_cross_entropy(node: Any, backward: Any, g: RowSlice) -> Any:
+    """torch's own head and loss, in chunks: the backward computes the logits again, here for the kept rows only."""
+    return on_kept_rows(node, [g], saved=(0, None, 0, None, None), grads=(0, ...))
+
+
 @function_rule("transformers.models.bloom.modeling_bloom.GeLUFunction", positions=True)
 def _bloom_gelu(node: Any, backward: Any, g: RowSlice) -> Any:
     kept = NodeWith(node, saved_tensors=(g.take(node.saved_tensors[0]),))
