@@ -16,6 +16,7 @@ from torch import nn
 import rowprop
 from grpo_update import VOCABULARY, llama, some_groups, trainer_of
 from plain_loop import check_equal, check_same, in_processes, last_line_of
+from rowprop.backprop.zeros import MOST
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations.trl import cppo, pods, select_answers
 from rowprop.selection import OverAll, PerClass, Threshold
@@ -222,7 +223,7 @@ def test_clipped_answers_have_no_backward(accumulated, tmp_path):
     # found in the loss; the hook stays on the backbone, or stands there in the first update alone.
     settings = CLIPPED | {"gradient_accumulation_steps": accumulated, "max_steps": 4, "reward": all_apart}
     plain, ours = (make(tmp_path, **settings) for _ in range(2))
-    select_answers(ours)
+    handle = select_answers(ours)
     counts = gradient_rows(plain)
     train(plain)
     with rowprop.watch() as report:
@@ -234,8 +235,9 @@ def test_clipped_answers_have_no_backward(accumulated, tmp_path):
     assert [log["kept"] for log in logs_of(ours)] == pytest.approx(kept.tolist())
     assert kept.min() < kept.max() == 1
     assert counts.count(0) < sum(count < 8 for count in counts) or accumulated == 1
+    assert report.sliced["silu_backward"] == 2 * sum(count <= MOST * 8 for count in counts)  # both layers
+    handle.remove()
     assert not ours.model.base_model._forward_hooks
-    assert report.sliced["silu_backward"] == 2 * sum(count < 8 for count in counts)  # both layers
     assert not report.densified
 
 

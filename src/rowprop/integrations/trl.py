@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rowprop.backprop.hooks import hook_gradient
-from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import Attention, pick
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.zeros import skip_zeros
 from rowprop.checks import check_choice, check_entries
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations import shared
@@ -202,7 +198,6 @@ class SelectedAnswers:
     Attributes:
         num_rows: Answers in the last micro-batch of this process.
         num_forwarded: Of these, those that the forward ran for.
-        num_kept: Of these, those that the backward ran for.
     """
 
     def __init__(self, trainer: Any, selector: Selector | None, advantages: Literal["all", "kept"]) -> None:
@@ -211,7 +206,7 @@ class SelectedAnswers:
         self._inputs: Mapping[str, Any] | None = None  # of the micro-batch whose loss is computed
         self._rewards = torch.empty(0)  # of the last generation
         self._entropy: list[Tensor] = []  # the sum over the tokens that went through the forward, and their number
-        self.num_rows = self.num_forwarded = self.num_kept = 0
+        self.num_rows = self.num_forwarded = 0
         replaced: dict[str, Any] = {
             "training_step": self._training_step,
             "_compute_loss": self._compute_loss,
@@ -221,10 +216,19 @@ class SelectedAnswers:
             own = {"_calculate_rewards": self._calculate_rewards, "_generate_and_score_completions": self._generate}
             replaced |= own | shared.with_state(trainer, self._state, self._resume)
         self._own = shared.Replaced(trainer, replaced)
+        # Answers that are clipped in all their tokens, which is not known before the backward.
+        self._clipped = skip_zeros(cast("nn.Module", shared.unwrapped(trainer).base_model), unit="row")
+
+    @property
+    def num_kept(self) -> int:
+        """Of the answers that the last forward ran for, those that had a gradient."""
+        record = self._clipped.record
+        return self.num_forwarded if record is None or record.live is None else min(record.live, self.num_forwarded)
 
     def remove(self) -> None:
         """Give the trainer its own training back."""
         self._own.give_back()
+        self._clipped.remove()
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the trainer's step, and log how many answers it ran for."""
@@ -264,14 +268,13 @@ class SelectedAnswers:
         # A NaN is not 0, so it stays. An answer whose tokens do not count has no gradient either.
         live = (inputs["advantages"] != 0).view(shape[0], -1).any(1) & mask.any(1)
         rows = live.nonzero().squeeze(1)
-        self.num_rows, self.num_forwarded, self.num_kept = shape[0], len(rows), len(rows)
+        self.num_rows, self.num_forwarded = shape[0], len(rows)
         if len(rows):
             ids, attended, keep = input_ids[rows], attention_mask[rows], logits_to_keep
         else:  # all processes run as many forwards and backwards; this one runs the smallest
             first = input_ids.shape[1] - logits_to_keep - 1
             ids, attended, keep = input_ids[:1, first : first + 2], attention_mask[:1, first : first + 2], 1
-        with self._looked_at() if "old_per_token_logps" in inputs and len(rows) else contextlib.nullcontext():
-            logps, entropies, aux = own(model, ids, attended, keep, *args, **kwargs)
+        logps, entropies, aux = own(model, ids, attended, keep, *args, **kwargs)
         counted = mask[rows]
         self._entropy = [(entropies.detach() * counted).sum() if len(rows) else counted.sum(), counted.sum()]
         if len(rows) == shape[0]:
@@ -283,28 +286,6 @@ class SelectedAnswers:
         else:
             logps = stand_in + F.pad(logps - logps.detach(), (0, shape[1] - 1, 0, shape[0] - 1))
         return logps, torch.zeros_like(stand_in), aux
-
-    def _looked_at(self) -> contextlib.AbstractContextManager[object]:
-        """Have the backward below the head run for the answers with a gradient there; the others are clipped."""
-
-        def arrive(grad: Tensor, layout: Layout) -> RowSlice | None:
-            if type(grad) is RowGrad:  # sliced above already
-                return None
-            rows = (grad != 0).flatten(1).any(1).nonzero().squeeze(1)
-            self.num_kept = len(rows)
-            if len(rows) == len(grad):
-                return None
-            rows = rows if len(rows) else rows.new_zeros(1)  # one row of zeros: each parameter gets its gradient
-            kept = RowSet(rows, len(grad), unique=True, batchnorm="exact")
-            return RowSlice(grad.index_select(0, rows), kept, layout, grad.shape)
-
-        def look(backbone: Any, given: Any, output: Any) -> Any:
-            hidden = output.last_hidden_state
-            if hidden.requires_grad:
-                output.last_hidden_state = hook_gradient(hidden, Layout(0, len(hidden)), arrive)
-            return output
-
-        return shared.unwrapped(self._trainer).base_model.register_forward_hook(look)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Remember the reward of each answer of all processes; NaN where nobody gave one."""

@@ -102,7 +102,7 @@ _generated = "torch._library.autograd.GeneratedBackwardFor_torch_nn__linear_cros
 
 @function_rule(f"{_generated}_no_reduction_default")
 def _linear_cross_entropy(node: Any, backward: Any, g: RowSlice) -> Any:
-    """torch's own head and loss, in chunks: the backward computes the logits again, here for the kept rows only."""
+    """Torch's own head and loss, in chunks: the backward computes the logits again, here for the kept rows only."""
     return on_kept_rows(node, [g], saved=(0, None, 0, None, None), grads=(0, ...))
 
 
