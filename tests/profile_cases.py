@@ -85,6 +85,12 @@ def sorting() -> Step:
     return dense(Lambda(lambda x: x.sort(1).values))
 
 
+def masked() -> Step:
+    """Three rows in four are multiplied by zero."""
+    model, batch = bench_step.mlp(128, 512)
+    return model, batch, lambda model, batch: bench_step.row_losses(model, batch) * (torch.arange(128) % 4 == 0)
+
+
 PLANTED: dict[str, tuple[Callable[[], Step], str, str]] = {
     "a convolution's backward by hand": (
         lambda: example("slow"), "custom_function", "GroupedBackwardConv2d in 2",
@@ -102,6 +108,7 @@ PLANTED: dict[str, tuple[Callable[[], Step], str, str]] = {
     ),
     "sorting": (sorting, "slow_op", "sort in 1"),
     "changing dtypes": (lambda: dense(Lambda(there_and_back)), "casts", "_to_copy in 1"),
+    "rows that count nothing": (masked, "zeros", "the gradient of 6"),
     "changing the memory format": (lambda: images(Lambda(format_changes)), "copies", "clone in 1"),
 }  # fmt: skip
 """Each planted cause: the step with it, and the kind and place of the finding that names it."""

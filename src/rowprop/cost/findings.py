@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
+from rowprop.cost.zeros import ZeroPlace
+
 Direction = Literal["forward", "backward"]
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -88,6 +90,7 @@ class Observed:
     flops_per_s: float = float("inf")  # what the machine reaches in a large matrix product
     bytes_per_s: float = float("inf")  # in a large copy, read and written
     accelerator: bool = False
+    zeros: ZeroPlace | None = None  # where skipping zeros would save most
 
     @property
     def timed(self) -> list[Op]:
@@ -166,6 +169,11 @@ SENTENCES = {
         "times the time that this machine's arithmetic and memory need.",
         "Find an op that does the same in fewer steps, make its input smaller, or move it out of the training step.",
     ),
+    "zeros": (
+        "{percent:.0f} % of the {unit}s there have no gradient; rowprop.skip_zeros there saves {saves:.0f} % of the "
+        "backward's FLOPs, exactly.",
+        "Call rowprop.skip_zeros(model), or give it that module; docs/zeros.md says what else it saves.",
+    ),
     "backward_forward_ratio": (
         "the backward takes {measured:.1f} times the forward ({ms:.3g} ms against {forward_ms:.3g} ms) for "
         "{counted:.1f} times its FLOPs.",
@@ -183,7 +191,7 @@ def diagnose(seen: Observed) -> list[Finding]:
     checks = (_custom_functions, _call_growth, _grouped, _slow_kernels, _casts, _copies, _waits)
     found = [each for check in checks for each in check(seen)]
     causes = [finding for finding, _ in found]
-    causes += _slow_ops(seen, explained={id(op) for _, ops in found for op in ops})
+    causes += [*_slow_ops(seen, explained={id(op) for _, ops in found for op in ops}), *_zeros(seen)]
     return [*sorted(causes, key=lambda finding: -finding.share), *_ratio(seen)]
 
 
@@ -307,6 +315,15 @@ def _slow_ops(seen: Observed, explained: set[int]) -> Iterator[Finding]:
                 "ms": 1000 * time_s, "flops": flops, "bytes": moved, "times": time_s / bound_s,
             }  # fmt: skip
             yield Finding("slow_op", f"{name} in {module}", time_s / seen.total_s, figures)
+
+
+def _zeros(seen: Observed) -> Iterator[Finding]:
+    place = seen.zeros
+    share = 0.0 if place is None else place.saves * seen.backward_s / (seen.forward_s + seen.backward_s)
+    if place is not None and share >= LEAST_SHARE:
+        zero = place.zero_rows if place.zero_tokens is None else place.zero_tokens
+        figures = {"percent": 100 * zero, "unit": place.unit, "saves": 100 * place.saves}
+        yield Finding("zeros", f"the gradient of {place.module}", share, figures)
 
 
 def _ratio(seen: Observed) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -20,12 +20,13 @@ from rowprop.checks import check_choice, check_number, check_tick, check_trainab
 from rowprop.cost.findings import grouped
 from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, ignored, measure
 from rowprop.cost.timing import THINNED, MakeOptimizer, Variant, routines_of
+from rowprop.cost.zeros import ZeroPlace, find_zeros
 from rowprop.distributed import averages_gradients
 from rowprop.engines import Sliced, policies_on, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, losses_of, score_without_graph
 from rowprop.selection.selectors import count_kept
-from rowprop.state import devices_of, rng_states
+from rowprop.state import backward_undone, devices_of, rng_states
 from rowprop.step.selective import rows_of
 from rowprop.thinning.blocks import repeated_blocks
 
@@ -85,7 +86,7 @@ def plan(
         InvalidInput: An argument is out of its range, or the losses do not fit. Errors of ``losses_fn`` pass.
 
     Cost:
-        About ``seconds``; less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them; about 13 plain
+        About ``seconds``; less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them; about 14 plain
         steps where one is longer than a tenth of it. Parameters, gradients, buffers and random state are put back.
 
     Example:
@@ -129,7 +130,9 @@ def plan(
         plain, timings = _measured(
             routines[Variant()], steps, groups, devices, rounds=rounds, seconds=seconds, begun_s=begun_s, tell=tell
         )
-    return _fitted(plain, timings, n, anchors, keeps, gradients)
+    with backward_undone(model, batch), torch.enable_grad(), find_zeros(model) as zeros:
+        cast(Any, losses_of(losses_fn, model, batch).mean()).backward()
+    return replace(_fitted(plain, timings, n, anchors, keeps, gradients), zeros=next(iter(zeros.places), None))
 
 
 def _keeps(keep: object) -> list[float]:
@@ -405,6 +408,7 @@ class Plan:
         notes: By engine, why its gradient is not that of plain indexing, or why it was not measured.
         rounds: How often each step was measured; None where nobody measured.
         spread: The middle half of the rounds over their median, in the median of all steps; None for one round.
+        zeros: Where :func:`rowprop.skip_zeros` would save most of the plain step; None where it would save nothing.
     """
 
     num_rows: int
@@ -417,6 +421,7 @@ class Plan:
     notes: dict[str, str]
     rounds: int | None
     spread: float | None
+    zeros: ZeroPlace | None = None
 
     @property
     def choice(self) -> Way:
@@ -546,6 +551,8 @@ def _clauses(plan: Plan) -> Iterator[str]:
     if choice.gradient == BY_POLICY:
         yield f"{choice.engine} has the gradient of {plan.notes[choice.engine]}"
     yield _where_it_pays(plan)
+    if plan.zeros is not None:
+        yield f"{plan.zeros} of the plain backward, exactly"
 
 
 def _where_it_pays(plan: Plan) -> str:

@@ -26,6 +26,7 @@ from rowprop.cost.flops import counting, is_view
 from rowprop.cost.measure import Tick, Timing, accelerators, ignored, measure, profiled
 from rowprop.cost.timing import Variant, measure_step
 from rowprop.cost.where import OUTSIDE, Modules, around_forwards, current_node, graph
+from rowprop.cost.zeros import ZeroPlace, find_zeros
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
 from rowprop.scoring import LossesFn, losses_of
@@ -186,7 +187,7 @@ def profile(
         forward_s=min(timing.each_s("forward")), backward_s=min(timing.each_s("backward")),
         profiled_forward_s=traced.total_s["forward"], profiled_backward_s=traced.total_s["backward"],
         ops=list(traced.ops.values()), nodes=list(traced.nodes.values()), flops_per_s=flops_per_s,
-        bytes_per_s=bytes_per_s, accelerator=traced.accelerator,
+        bytes_per_s=bytes_per_s, accelerator=traced.accelerator, zeros=traced.zeros,
     )  # fmt: skip
     return Profile(
         num_rows=num_rows, findings=diagnose(seen), ops=_tallies(seen, lambda op: op.op, {}),
@@ -216,13 +217,15 @@ def _traced(model: nn.Module, batch: Any, losses_fn: LossesFn, accelerator: bool
                 del loss
                 for leaf in leaves:
                     leaf.grad = None
-        with counting(partial(traced.count, "forward")):
-            loss = losses_of(losses_fn, model, batch).mean()
-        with counting(partial(traced.count, "backward")):
-            cast(Any, loss).backward()
+        with find_zeros(model) as zeros:
+            with counting(partial(traced.count, "forward")):
+                loss = losses_of(losses_fn, model, batch).mean()
+            with counting(partial(traced.count, "backward")):
+                cast(Any, loss).backward()
     if path is not None:
         write_whole(path, _exported(profiler, packed=path.suffix == ".gz"))
     traced.read(cast(Any, profiler.events()))
+    traced.zeros = zeros.places[0] if zeros.places else None
     return traced
 
 
@@ -308,6 +311,7 @@ class Trace:
         self.nodes: dict[tuple[str, str], Node] = {}
         self.total_s: dict[Direction, float] = {"forward": 0.0, "backward": 0.0}
         self.uncounted: dict[str, int] = {}
+        self.zeros: ZeroPlace | None = None
         self._dispatched: set[str] = set()
 
     def count(
