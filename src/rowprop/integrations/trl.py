@@ -93,7 +93,7 @@ def select_answers(
 
     All metrics stay TRL's, but ``entropy`` is the mean over the tokens that went through the forward, and in
     ``vespo/phi_seq_mean`` the other answers count as if the policy had not moved. Also logged, over all processes:
-    ``forwarded`` and ``kept``, the shares of the answers that the forward and the backward ran for.
+    ``forwarded`` and ``kept``, the shares of the answers that the forward ran for, and that had a gradient.
 
     Args:
         trainer: A ``trl.GRPOTrainer`` of TRL 1.16 or newer.
@@ -110,8 +110,8 @@ def select_answers(
             DeepSpeed, tensor, context or sequence parallelism.
 
     Cost:
-        For each micro-batch an all-reduce of five numbers, and the host waits for the count of its answers. Where
-        ratios can be clipped, one look at the gradient of the hidden states. A selector needs the advantages gathered.
+        For each micro-batch an all-reduce of five numbers, and the host waits for the count of its answers; one look at
+        the gradient of the hidden states. A selector needs the advantages gathered.
 
     Exactness:
         Without a selector exact, up to the order of sums, for a model whose forward treats each answer alone, without
