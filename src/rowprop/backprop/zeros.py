@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,9 +139,8 @@ class SkippingZeros:
         found = _places(module)
         self.places = tuple(found)
         speaks = getattr(module, "get_output_embeddings", lambda: None)() is not None
-        token_ndims = (2, 3) if speaks else (3,)
         self.records: dict[str, SkipRecord] = {}
-        self._skip = replace(skip, token_ndims=token_ndims)
+        self._skip = replace(skip, token_ndims=(2, 3) if speaks else (3,))
         self._active = True
         self._handles = [
             inner.register_forward_hook(ModuleHook(partial(self._left, place))) for place, inner in found.items()
@@ -213,8 +212,8 @@ class _Skip:
 
         layout = layout_of(parts)
         if compiled_elsewhere(tensor.grad_fn):
-            needed = "compiled by a backend other than torch.compile(backend='rowprop')"
-            tell(layout.num_rows, None, layout.num_rows, needed)
+            why = "compiled by a backend other than torch.compile(backend='rowprop')"
+            tell(layout.num_rows, None, layout.num_rows, why)
             return tensor
         return hook_gradient(tensor, layout, change)
 
@@ -226,10 +225,10 @@ class _Skip:
             if layout.minor and g.layout == Layout(layout.dim, layout.parts[0].size):
                 g = g.spread(layout.minor[0].dim)  # whole rows came: tokens may leave them
             within = g.layout.compact(g.rows.kept)
-            values, live = g.values, _is_live(rows_apart(g.values, within), [within.dim + 1])
+            values, live = g.values, live_entries(rows_apart(g.values, within), [within.dim + 1])
         else:
             within, values = layout, grad.plain() if type(grad) is RowGrad else grad
-            live = _is_live(values, [part.dim for part in layout.parts]).flatten()
+            live = live_entries(values, [part.dim for part in layout.parts]).flatten()
 
         def told(number: int | None, kept: int, reason: str) -> None:
             if type(g) is not RowSlice or kept < live.numel():  # else nothing became of it since it was sliced
@@ -277,12 +276,7 @@ class _Skip:
             )
 
 
-def live_entries(values: Tensor, dims: int) -> Tensor:
-    """Whether there is anything but zeros for each entry of the first dimensions; nothing is copied."""
-    return _is_live(values, list(range(dims)))
-
-
-def _is_live(values: Tensor, dims: list[int]) -> Tensor:
+def live_entries(values: Tensor, dims: Collection[int]) -> Tensor:
     """Whether there is anything but zeros, for each entry of some dimensions; no copy of the values is made."""
     others = tuple(dim for dim in range(values.ndim) if dim not in dims)
     if not others:

@@ -150,7 +150,7 @@ class _Seen:
         grad = grads[output]
         if grad is None or type(grad) is RowGrad:
             return
-        self._pass().live.append((paths, live_entries(grad, 2 if grad.ndim == 3 else 1)))
+        self._pass().live.append((paths, live_entries(grad, range(2 if grad.ndim == 3 else 1))))
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
         """Note an op's FLOPs for the node of the backward that runs it."""
