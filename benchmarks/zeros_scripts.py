@@ -70,6 +70,7 @@ def arguments(script: str, folder: Path) -> list[str]:
     }  # fmt: skip
     if script == "grpo":  # half of the prompts are too easy: all of their answers have the same reward
         given |= {"reward_funcs": "zeros_scripts.some_rewards", "num_generations": 4, "max_completion_length": 24}
+        given["per_device_train_batch_size"] = 32
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 

@@ -428,7 +428,8 @@ def test_the_time_is_spent_on_what_matters_most(plain_s, at_most_s, rounds, step
     )  # fmt: skip
     assert now[0] <= at_most_s
     assert result.rounds == rounds
-    # Two plain steps tell how long a step is, and one more finds zeros. Each kind runs to warm up, for its memory, and in each round.
+    # Two plain steps tell how long a step is, and one finds zeros. Each kind runs to warm up, for its memory, and in
+    # each round.
     warmup = 2 if plain_s < 1 else 0
     assert len(ran) == 3 + steps * (warmup + 1 + rounds)
     assert {way.keep for way in result.ways if way.measured_s is not None} == set(measured)

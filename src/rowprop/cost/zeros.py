@@ -208,13 +208,9 @@ def _cost(own: Tensor, kept: Tensor) -> float:
 
     Entries are rows (N,) or tokens (N, T); rows of a module may be the tokens of another.
     """
-    if own.numel() == kept.numel() and not (own.flatten() & ~kept.flatten()).any():
-        return float(kept.float().mean())
     rows, mine = _rows(kept), _rows(own)
-    if mine.shape == rows.shape and not (mine & ~rows).any():
-        return float(rows.float().mean())
-    if own.numel() == kept.numel():  # the rows of this module are the tokens above
-        spread = rows.unsqueeze(1).expand(kept.shape[:2]) if kept.ndim > 1 else rows
-        if not (own.flatten() & ~spread.flatten()).any():
-            return float(rows.float().mean())
+    spread = rows.unsqueeze(1).expand_as(kept) if kept.ndim > 1 else rows
+    for entries, above in ((own, kept), (mine, rows), (own, spread)):
+        if entries.numel() == above.numel() and not (entries.flatten() & ~above.flatten()).any():
+            return max(1, int(above.sum())) / above.numel()  # one goes on where none is live
     return 1.0
