@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -528,8 +529,11 @@ def main() -> None:
         print(line(rows[-1]), end="", flush=True)
     if not args.only:
         device = torch.device("cpu")
-        result = {"setting": setting(device, args.threads), "rows": rows}
-        page = doc + "\n" + HEADER + "".join(map(line, rows))
+        versions = {name: version(name) for name in ("transformers", "trl", "sentence-transformers")}
+        about = setting(device, args.threads, **versions)
+        result = {"setting": about, "rows": rows}
+        page = "\n".join(["# Zeros skipped", "", ", ".join(f"{k} {v}" for k, v in about.items()), "", doc, HEADER])
+        page += "".join(map(line, rows))
         print(save(args.out, f"zeros_{device_stem(device, args.threads)}", result, page))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rowprop.backprop.backward import Backward, numbered, outermost
 from rowprop.backprop.checkpoint import enters_checkpoint
 from rowprop.backprop.compiled import compiled_elsewhere
-from rowprop.backprop.hooks import hook_gradient, rows_in
+from rowprop.backprop.hooks import ModuleHook, hook_gradient, rows_in
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.sliced import RowSlice
 from rowprop.batch import tensors
@@ -408,24 +408,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return inner if type(model).__name__ == "DistributedDataParallel" and isinstance(inner, nn.Module) else model
 
 
-class _Hook:
-    """A module's hook. A copy of the module, or a file with it, gets a hook that does nothing."""
-
-    def __init__(self, act: Callable[..., Any] | None = None) -> None:
-        self.act = act
-
-    def __call__(self, *args: Any) -> Any:
-        if self.act is None or torch.compiler.is_compiling() or cast(Any, torch.jit).is_tracing():
-            return None
-        return self.act(*args)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
+class _Hook(ModuleHook):
+    """A hook of a handle; a copy of it is none."""
 
 
 def _is_thinned(module: nn.Module, kind: str) -> bool:
     """Whether a module has a handle's hook of this kind, not one that it was copied with."""
-    return any(isinstance(hook, _Hook) and hook.act is not None for hook in getattr(module, kind).values())
+    return any(isinstance(hook, _Hook) for hook in getattr(module, kind).values())
 
 
 def _rows_in(shape: torch.Size, sizes: Iterable[int | None]) -> Layout | None:
