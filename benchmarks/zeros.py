@@ -534,7 +534,7 @@ def main() -> None:
         result = {"setting": about, "rows": rows}
         page = "\n".join(["# Zeros skipped", "", ", ".join(f"{k} {v}" for k, v in about.items()), "", doc, HEADER])
         page += "".join(map(line, rows))
-        print(save(args.out, f"zeros_{device_stem(device, args.threads)}", result, page))
+        print(save(args.out, f"zeros-{device_stem(device, args.threads)}", result, page))
 
 
 if __name__ == "__main__":
