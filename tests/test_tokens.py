@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rowprop
@@ -127,6 +128,7 @@ MOVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (40, 4, 6) and the p
     "a prefix, then a class token": lambda x, p: torch.cat([p[:, :1].expand(40, 1, 6), p.expand(40, 3, 6), x], 1),
     "the class token taken": lambda x, p: x[:, 0],
     "the last token": lambda x, p: x[:, -1],
+    "the last two, from behind": lambda x, p: torch.ops.aten.slice(x, 1, -2),
     "the last token of each": lambda x, p: x[torch.arange(40), OF_EACH[:, 0]],
     "the last token of each, from behind": lambda x, p: x[torch.arange(40), OF_EACH[:, 0] - 4],
     "one token left": lambda x, p: x[:, 2:3],
@@ -211,6 +213,7 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # pieces that each hav
     "one token and a mean": lambda x, p: x[:, 0].exp() + x[:, 1:].mean(1),
     "one token and whole rows": lambda x, p: x[:, 0].exp() + x.cumsum(1)[:, 2] + x.unflatten(1, (2, 2)).sum((1, 2)),
     "all, one after the other": lambda x, p: sum((x[:, i] * i for i in range(4)), x[:, 0]),
+    "a token of rows in another order": lambda x, p: x.cumsum(1)[torch.arange(39, -1, -1)][:, 2],
     "coordinates": lambda x, p: torch.stack([x[..., 0] - x[..., 1], x[..., 2]], -1) @ p[0, :2],
 }  # fmt: skip
 
@@ -437,6 +440,38 @@ def test_a_decoders_gradient_is_that_of_plain_indexing(packed: bool, mask: str, 
     kept = kept[:, 1:] if losses == "shifted" else kept
     expected = run(model, lambda x: x[kept], losses)
     assert largest_difference(run(model, lambda x: rowprop.pick(x, kept), losses), expected) < 1e-12
+
+
+class Masks(TorchDispatchMode):
+    """The sizes of the masks that attention's backward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if RowGrad in types:
+            return NotImplemented  # its rule makes the calls
+        mask = (kwargs or {}).get("attn_mask")
+        if mask is not None and func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.sizes.append(mask.numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mask_of_kept_queries_takes_no_more_memory_than_all_queries():
+    # Red when: all sequences go into one call, whose mask has an entry for each kept query and each key.
+    leaves = [torch.randn(12, 1, T, 4, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    kept = torch.arange(12 * T).view(12, T) % T < T // 2
+
+    def gradients(take: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        losses = F.scaled_dot_product_attention(*leaves, attn_mask=BAND).square().sum((1, 3))
+        return torch.autograd.grad(take(losses).sum(), leaves)
+
+    expected = gradients(lambda losses: losses[kept])
+    with Masks() as masks:
+        actual = gradients(lambda losses: rowprop.pick(losses, kept))
+    torch.testing.assert_close(actual, expected)
+    assert masks.sizes and max(masks.sizes) <= leaves[0].numel()
 
 
 def cut_attention(kept: Tensor) -> Callable[..., Tensor]:
