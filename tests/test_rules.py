@@ -312,6 +312,11 @@ case("emb_width", (N, 4), lambda x: F.embedding(ints(4, 5), x.t()).t())
 case("emb_freq", (N, 1), lambda x: F.embedding(ids, emb, scale_grad_by_freq=True).sum((1, 2)).unsqueeze(1) * x, (emb,))
 case("embag", (N, 1), lambda x: F.embedding_bag(ids, emb, mode="mean").sum(1, keepdim=True) * x, (emb,))
 case("gather", (N, 4), lambda x: x.gather(1, idx))
+case(
+    "scatter_partial",
+    (N, 4),
+    lambda x: torch.zeros(N, 4, dtype=x.dtype).scatter(1, torch.arange(3).expand(3, 3), x[:3, :3].exp()) * 2 + x,
+)
 case("gather_partial", (N, 4), lambda x: torch.cat([x.gather(1, idx[:3]), x[3:, :3]]))
 case(
     "scatter",
@@ -847,6 +852,7 @@ DENSIFIES: dict[str, set[str]] = {
     "emb_freq": {"embedding_dense_backward"},
     "emb_width": {"embedding_dense_backward"},
     "index_add_one": {"squeeze.dim"},
+    "scatter_partial": {"gather"},
     "gather_partial": {"add.Tensor", "scatter_add"},
     "sortbatch": {"scatter.src"},
     "catb": {"slice.Tensor"},
@@ -1056,6 +1062,7 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     *[((3,), getattr(aten, name)) for name in ("sqrt", "tan", "tanh", "trunc", "exp", "neg", "alias", "detach")],
     ((3,), lambda g: aten.mm(aten.t(g), g)),
     ((3,), lambda g: aten.mul(g, g)),
+    ((3,), lambda g: aten.mul(aten.cat([g, g]), aten.cat([g, g]))),
     ((3,), lambda g: aten.pow.Tensor_Scalar(g, 2)),
     ((3,), lambda g: aten.pow.Tensor_Scalar(aten.add(g, 20), -1)),
     ((3,), lambda g: aten.clamp(g, -0.1, 0.1)),

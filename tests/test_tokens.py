@@ -184,6 +184,28 @@ def test_positions_move_and_stay_sliced(
     assert flops <= 3 * 2 * 6 * 6 * len(index)  # of three products, each at the kept tokens
 
 
+def test_products_of_sequences_that_heads_lie_between():
+    # Red when: two parts of one dimension count as one part although heads lie between them.
+    x, w = torch.randn(3, 2, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64).requires_grad_()
+    kept = torch.arange(24).view(3, 2, 4) % 5 == 1
+
+    def gradient(take: Callable[[Tensor], Tensor]) -> Tensor:
+        h = (x @ w).tanh().unflatten(3, (2, 3)).permute(0, 3, 1, 2, 4).flatten(0, 2)  # rows, heads and groups are one
+        out = (h @ h.mT @ h).unflatten(0, (3, 2, 2)).permute(0, 2, 3, 1, 4).flatten(3)
+        return torch.autograd.grad(take(out.square().sum(-1)).sum(), w)[0]
+
+    torch.testing.assert_close(gradient(lambda t: rowprop.pick(t, kept)), gradient(lambda t: t[kept]))
+
+
+def test_positions_that_fell_out_stay_out(as_accelerator: None):
+    # Red when: a position that an earlier slice cut off counts as one of those that a later slice keeps.
+    rows = RowSet(torch.tensor([0, 3, 5]), 6, unique=True, batchnorm="rows")
+    first, _ = rows.renumbered((2, 3), 1, 2, Affine(offset=-1))
+    second, gone = first.renumbered((2, 2), 1, 1, Affine())
+    assert first.absent.tolist() == [True, True, False]
+    assert second.absent.tolist() == gone.tolist() == [True, True, True]
+
+
 def test_more_tokens_than_a_piece_has_leave_it_dense():
     # Red when: the class token's part keeps the rows of all tokens, or the other tokens densify with it.
     kept = torch.arange(40 * 5) % 3 > 0
@@ -780,6 +802,7 @@ def of_short(model: Decoder, take: Callable[[Tensor], Tensor], attention: Attent
 OTHERS: dict[str, Attention] = {  # products whose keys are not the sequence's own tokens
     "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
     "more keys": lambda q, k, v: (q @ torch.cat([k, k[:, :, :2]], 2).mT).softmax(-1) @ torch.cat([v, v[:, :, :2]], 2),
+    "softmax over queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "no softmax": lambda q, k, v: (q @ k.mT).sigmoid() @ v,
 }
 
