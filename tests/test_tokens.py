@@ -18,6 +18,7 @@ import rowprop
 from rowprop import host
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rules.apply import end_to_end
 from rowprop.backprop.sliced import Affine, RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
@@ -204,6 +205,11 @@ def test_positions_that_fell_out_stay_out(as_accelerator: None):
     second, gone = first.renumbered((2, 2), 1, 1, Affine())
     assert first.absent.tolist() == [True, True, False]
     assert second.absent.tolist() == gone.tolist() == [True, True, True]
+    # Red when: a union forgets it, so that its zeros may stand for the gradient of a position that was kept.
+    others = rows.derived(torch.tensor([1, 2]), 12, unique=True)
+    sets = rows.derived(rows.index, 12, unique=False, absent=first.absent), others
+    union = end_to_end([RowSlice(torch.ones(s.kept, 1), s, Layout(0, 12), (12, 1)) for s in sets])
+    assert type(union) is RowSlice and union.rows.absent.tolist() == [True, True, False, False, False]
 
 
 def test_more_tokens_than_a_piece_has_leave_it_dense():
