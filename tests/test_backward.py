@@ -67,6 +67,18 @@ def test_an_unpack_hook_may_fill_one_buffer_again(refill):
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
 
 
+def test_an_unpack_hook_may_fill_the_buffer_of_a_list_again():
+    # Red when: only single tensors are asked for hooks; an index is saved as a list of them.
+    x, rows = nn.Parameter(torch.randn(N, 5, dtype=torch.float64)), torch.tensor([1, 4, 9])
+    every, (first, second) = torch.arange(N)[:, None], torch.randint(5, (2, N, 2))
+    found = []
+    for take in (lambda losses: losses[rows], lambda losses: rowprop.pick(losses, rows)):
+        with staged(of_data):
+            losses = (x * 2)[every, first].sum(1) + (x * 3)[every, second].sum(1)
+        found.append(torch.autograd.grad(take(losses).mean(), x)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("hooks", [False, True])
 def test_neighbours_that_save_one_activation_gather_it_once(hooks, monkeypatch):
     # Red with `return True` in unpacks, and with its loop left out.

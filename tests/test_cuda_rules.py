@@ -361,6 +361,16 @@ def test_every_rule_that_needs_a_kernel_is_put_to_the_test():
     assert {op_name(op) for op in RULES} & KERNELS.keys() == called & KERNELS.keys()
 
 
+def test_a_bias_of_another_shape_than_the_scores_that_needs_a_gradient_densifies():
+    # Red when: the sum over the rows that the kernel would have to make of its gradient is taken for rows.
+    op = getattr(aten, EFFICIENT).default
+    full, seed = torch.randn(N, HEADS, T, WIDTH), torch.zeros((), dtype=torch.int64)
+    g = RowSlice(full[:2], RowSet(torch.tensor([1, 4]), N, unique=True, batchnorm="rows"), Layout(0, N), full.shape)
+    rest = full, full, full, torch.zeros(1, HEADS, T, T), full, full[..., 0], seed, seed, 0.0, [True] * 4
+    outcome = RULES[op].run(op, g, *rest)
+    assert type(outcome) is Densify and "shape of the scores" in outcome.reason
+
+
 @pytest.mark.parametrize("op", ["cudnn_batch_norm", "update"])
 @pytest.mark.parametrize("channels_last", [False, True])
 # Red when: cuDNN's rule hands the statistics over in another order, or leaves the projection out.

@@ -303,6 +303,29 @@ def test_a_declared_function_gets_the_kept_rows(net, rows, used):
     assert report.sliced["Affine"] == 1 and not report.densified
 
 
+class Strict(torch.autograd.Function):
+    """Takes contiguous tensors only, as Triton's kernels do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        assert grad.shape[0] == N or (x.is_contiguous() and grad.is_contiguous())
+        return 2 * x * grad
+
+
+def test_a_declared_function_gets_contiguous_tensors_of_any_input(net):
+    # Red when: the kept rows keep the strides of a saved tensor, or of a gradient, whose rows lie innermost.
+    x, w, v = net
+    function = declared(Strict, saved=0, grads=0)
+    report = assert_same_gradients(lambda: (v.mT @ function.apply((w.mT @ x.mT).mT).mT).exp().sum(0), [w, v])
+    assert report.sliced["Strict"] == 1 and not report.densified
+
+
 @pytest.mark.parametrize("flat", ["before and behind", "inside"])
 def test_a_declared_function_with_several_entries_per_row(flat):
     x, w, v = torch.randn(N, 3, 5, dtype=torch.float64), weight(5, 4), weight(4, 3)

@@ -178,6 +178,16 @@ def test_rows_of_two_parts_in_one_dimension_beside_an_empty_one():
     assert gather(torch.zeros(10, 0), rows, layout).shape == (3, 0)
 
 
+def test_rows_of_a_part_that_is_expanded_beside_one_that_is_merged():
+    # Red when: one entry of the expanded dimension is taken for all, although the other part of the rows varies.
+    full = torch.randn(1, 6, 5).expand(4, 6, 5)
+    rows = RowSet(torch.tensor([1, 5, 10]), 12, unique=True, batchnorm="rows")
+    layout = Layout(0, 12, minor=(Part(1, 3, outer=2),))
+    kept = gather(full, rows, layout)
+    assert torch.equal(kept, gather(full.contiguous(), rows, layout)) and kept.shape == (3, 2, 5)
+    assert torch.equal(kept[1], full[1].unflatten(0, (2, 3))[:, 2])
+
+
 def test_shapes_with_an_empty_dimension_have_no_layout():
     assert lay.view([4, 0], Layout(0, 4), [0, 4]) is None
     assert lay.infer_shape(0, [0, -1]) == [0, 0]

@@ -310,6 +310,19 @@ def test_autograd_grad_returns_plain_tensors(net):
             torch.testing.assert_close(a, e)
 
 
+def test_a_returned_gradient_leaves_others_of_the_same_sliced():
+    # Red when: the caller's dense gradient takes the place of the sliced one that a node beside it gets as well.
+    x, w, leaf = torch.randn(N, 3), torch.randn(3, 3).requires_grad_(), torch.randn(N, 3).requires_grad_()
+
+    def gradients(take):
+        return torch.autograd.grad(take((leaf + x @ w).exp().sum(1)).sum(), [leaf, w])
+
+    with rowprop.watch() as report:
+        actual = gradients(lambda losses: rowprop.pick(losses, ROWS))
+    torch.testing.assert_close(actual, gradients(lambda losses: losses[ROWS]))
+    assert report.sliced["mm"] == 1 and not report.densified
+
+
 def test_a_returned_gradient_that_also_flows_on_acts_as_a_plain_one(net):
     x, w, v = net
     hidden = (x @ w).tanh()

@@ -63,6 +63,7 @@ def test_a_call_knows_its_arguments_by_name():
     assert (call.grad_output, call.output_size, call.input_size, call.scales) == (1, [2], [1, 1, 4], None)
     assert call.first("no", "scales", "output_size") is None and call.first("no") is None
     assert "scales" in call.places and "no" not in call.places
+    assert Call(aten.softplus.default, (torch.ones(2),), {}).beta == 1
     x = torch.arange(4.0)
     summed = Call(aten.sum.dim_IntList, (x, [0]), {"keepdim": False})
     assert summed.run(keepdim=True).shape == (1,)

@@ -308,9 +308,15 @@ emb = param(7, 4)
 ids = torch.randint(0, 7, (N, 3))
 case("emb", (N, 1), lambda x: F.embedding(ids, emb).sum((1, 2)).unsqueeze(1) * x, (emb,))
 case("emb_sf", (N, 1), lambda x: F.embedding(ids.t(), emb).sum((0, 2)).unsqueeze(1) * x, (emb,))
+case("emb_width", (N, 4), lambda x: F.embedding(ints(4, 5), x.t()).t())
 case("emb_freq", (N, 1), lambda x: F.embedding(ids, emb, scale_grad_by_freq=True).sum((1, 2)).unsqueeze(1) * x, (emb,))
 case("embag", (N, 1), lambda x: F.embedding_bag(ids, emb, mode="mean").sum(1, keepdim=True) * x, (emb,))
 case("gather", (N, 4), lambda x: x.gather(1, idx))
+case(
+    "scatter_partial",
+    (N, 4),
+    lambda x: torch.zeros(N, 4, dtype=x.dtype).scatter(1, torch.arange(3).expand(3, 3), x[:3, :3].exp()) * 2 + x,
+)
 case("gather_partial", (N, 4), lambda x: torch.cat([x.gather(1, idx[:3]), x[3:, :3]]))
 case(
     "scatter",
@@ -812,6 +818,16 @@ case("rot90_rows", (N, N), lambda x: torch.rot90(x, 1, (0, 1)))
 case("cummin", (N, 4, 2), lambda x: x.transpose(0, 1).cummin(0)[0].transpose(0, 1))
 case("cumprod_zeros", (N, 4), lambda x: x.relu().cumprod(1))
 case("cumprod_time_first", (N, 4, 2), lambda x: x.transpose(0, 1).cumprod(0).transpose(0, 1))
+case(
+    "bn_train_rows_last",
+    (N, 3, 4),
+    lambda x: F.batch_norm(x.permute(2, 1, 0), None, None, training=True).permute(2, 1, 0),
+)
+case(
+    "avg_pool_over_lines",
+    (N, 3, 4),
+    lambda x: F.avg_pool2d(x.transpose(0, 1)[None], (3, 1), 1, (1, 0))[0].transpose(0, 1),
+)
 case("cumprod_rows", (N, 4), lambda x: x.cumprod(0))
 
 
@@ -823,30 +839,29 @@ DENSIFIES: dict[str, set[str]] = {
     "gn2d_over_batch_channels_last": {"native_group_norm_backward"},
     "max_pool_over_batch": {"max_pool2d_with_indices_backward"},
     "avg_pool_over_batch": {"avg_pool2d_backward"},
+    "avg_pool_over_lines": {"avg_pool2d_backward"},
     "upsample_batch": {"upsample_linear1d_backward"},
     "conv_over_batch": {"convolution_backward"},
     "t_round": {"tanh_backward"},
     "t_sign": {"tanh_backward"},
     "t_trunc": {"tanh_backward"},
     "bn_train": {"native_batch_norm_backward"},
+    "bn_train_rows_last": {"native_batch_norm_backward"},
     "bn_any": {"batch_norm_backward"},
     "softmax_batch": {"_softmax_backward_data"},
     "emb_freq": {"embedding_dense_backward"},
+    "emb_width": {"embedding_dense_backward"},
     "index_add_one": {"squeeze.dim"},
-    "gather_partial": {"scatter_add"},
-    "mask_rows": {"slice.Tensor"},
-    "sliceb": {"slice.Tensor"},
+    "scatter_partial": {"add.Tensor", "gather"},
+    "gather_partial": {"add.Tensor", "scatter_add"},
     "sortbatch": {"scatter.src"},
     "catb": {"slice.Tensor"},
-    "split_rows": {"cat", "slice.Tensor"},
-    "split_rows_unused": {"cat"},
-    "rollb": {"roll"},
     "roll_none": {"roll"},
     "cumsumb": {"cumsum"},
     "cumprod_rows": {"cumsum"},
     "embag_freq": {"_embedding_bag_backward"},
     "embag_width": {"_embedding_bag_backward"},
-    "scatter_reduce_each": {"gather"},
+    "scatter_reduce_each": {"add.Tensor", "gather"},
     "gather_each": {"scatter_add"},
     "put": {"put"},
     "select_scatter_row": {"select_scatter"},
@@ -854,6 +869,10 @@ DENSIFIES: dict[str, set[str]] = {
     "lcse": {"gt.Scalar", "log"},
     "fft": {"slice.Tensor"},
 }
+for name in (  # a sum over all rows comes back to each of them
+    "masked_select max_batch maxall meanall mean0 stdall einsum2 xxt dot mm_batchcontract rms_over_batch mask_set_zero"
+).split():
+    DENSIFIES[name] = {"add.Tensor"}
 
 
 def run(name: str, take: Callable[[Tensor], Tensor], channels_last: bool) -> list[Tensor | None]:
@@ -869,6 +888,24 @@ def run(name: str, take: Callable[[Tensor], Tensor], channels_last: bool) -> lis
         p.grad = None
     take(losses).square().sum().backward()
     return [p.grad for p in (scale, *params)]
+
+
+@pytest.mark.parametrize("name", CASES)
+# Red when: take() gathers along dim 0 whatever the layout says, scatter copies instead of adding, or a rule is dropped.
+def test_gradients_equal_the_dense_truth(name: str, as_host: None):
+    for rows in ROWS:
+        index = torch.tensor(rows)
+        for channels_last in (False, True) if rows == ROWS[0] else (False,):
+            expected = run(name, lambda losses: losses[index], channels_last)
+            with rowprop.watch() as report:
+                actual = run(name, lambda losses: rowprop.pick(losses, index, batchnorm="exact"), channels_last)
+            for a, e in zip(actual, expected, strict=True):
+                assert (a is None) == (e is None)
+                if a is not None and e is not None:
+                    assert type(a) is Tensor
+                    torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+            if rows == ROWS[0]:
+                assert set(report.densified) == DENSIFIES.get(name, set()), str(report)
 
 
 # Red when: a rule makes a tensor without the gradient's device. On a GPU this tensor would lie on the host.
@@ -1025,6 +1062,7 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     *[((3,), getattr(aten, name)) for name in ("sqrt", "tan", "tanh", "trunc", "exp", "neg", "alias", "detach")],
     ((3,), lambda g: aten.mm(aten.t(g), g)),
     ((3,), lambda g: aten.mul(g, g)),
+    ((3,), lambda g: aten.square(aten.cat([g, g]))),
     ((3,), lambda g: aten.pow.Tensor_Scalar(g, 2)),
     ((3,), lambda g: aten.pow.Tensor_Scalar(aten.add(g, 20), -1)),
     ((3,), lambda g: aten.clamp(g, -0.1, 0.1)),
@@ -1075,6 +1113,7 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     ((3,), lambda g: aten.addmm(torch.ones(N, 3), g, torch.eye(3))),
     ((3,), lambda g: aten.addmm(g, g, torch.eye(3), beta=2)),
     ((3,), lambda g: aten.addmm(aten.sum.dim_IntList(g, [1]), g, aux(3, N))),
+    ((N,), lambda g: aten.addmm(aten.t(g), g, aux(N, N))),
     ((3,), lambda g: aten.addmm(torch.ones(3, 3), aten.t(g), torch.ones(N, 3))),
     ((3,), lambda g: aten.addmm(torch.ones(3), g, aux(3, 3), beta=0)),
     ((3, 3), lambda g: aten.baddbmm(g, g, aux(N, 3, 3))),
@@ -1205,6 +1244,14 @@ def test_ops_called_directly(place: int, index: list[int]):
     torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
+def test_the_strides_that_a_gradient_claims_are_those_of_its_dense_form():
+    # Red when: a copy in channels-last order claims ordinary strides, by which autograd chooses a kernel.
+    with torch._C.DisableTorchFunctionSubclass():
+        out = aten.clone(sliced(aux(2, 3, 4, 5), [1, 4]), memory_format=torch.channels_last)
+        claimed = out.stride()
+    assert type(out) is RowGrad and claimed == out.plain().stride() == (60, 1, 15, 3)
+
+
 def test_a_custom_function_that_wrote_to_a_view():
     # Autograd calls it from inside its own node for in-place writes to views, and pick() cannot see it there.
     class Triple(torch.autograd.Function):
@@ -1313,7 +1360,43 @@ def test_embedding_bag_keeps_a_sparse_gradient_sparse(mode: str):
 
     expected, actual = gradient(lambda t: t[rows]), gradient(lambda t: rowprop.pick(t, rows))
     assert actual.is_sparse and expected.is_sparse
+    actual, expected = actual.coalesce(), expected.coalesce()
+    assert torch.equal(actual.indices(), expected.indices())  # an optimizer may step for each entry that is listed
     torch.testing.assert_close(actual.to_dense(), expected.to_dense())
+
+
+def test_bags_of_the_largest_entries_read_no_index(as_accelerator: None):
+    # Red when: the indices of the kept bags are counted, which waits for the device: the forward noted the entries.
+    table, rows = param(9, 4), torch.tensor([1, 4])
+
+    def gradient(take: Callable[[Tensor], Tensor]) -> Tensor:
+        bags = F.embedding_bag(ints(9, 2 * N), table, torch.arange(0, 2 * N, 2), mode="max")
+        return torch.autograd.grad(take(bags.exp().sum(1)).sum(), table)[0]
+
+    with rowprop.watch() as report:
+        actual = gradient(lambda t: rowprop.pick(t, rows))
+    torch.testing.assert_close(actual, gradient(lambda t: t[rows]))
+    assert not report.densified and not report.waited
+
+
+def test_an_index_without_values_is_not_read():
+    # Red when: a rule that has to look at an index does so on the device meta, which has nothing to look at.
+    x = torch.ones(N, 3, device="meta", requires_grad=True)
+    with rowprop.watch() as report:
+        losses = (x * 2).index_copy(0, torch.arange(N, device="meta"), x.exp()).sum(1)
+        rowprop.pick(losses, torch.arange(2, device="meta")).sum().backward()
+    assert any(entry.reason.startswith("only a look at the device") for entry in report.densified.values())
+
+
+@pytest.mark.skipif(not hasattr(aten, "_grouped_mm"), reason="needs a torch with grouped products")
+def test_rows_of_groups_go_back_to_their_places():
+    # Red when: the rows of a grouped product, which are sorted for it, are sorted once more in the place of going back.
+    index, ends, weights = [4, 0, 2], torch.tensor([2, 2, N], dtype=torch.int32), aux(3, 4, 8)
+    with torch._C.DisableTorchFunctionSubclass():
+        out = aten._grouped_mm(sliced(aux(3, 4), index), weights, ends)
+    dense = torch.zeros(N, 4).index_add(0, torch.tensor(index), aux(3, 4))
+    assert type(out) is RowGrad
+    torch.testing.assert_close(out.plain(), aten._grouped_mm(dense, weights, ends))
 
 
 # --- mixtures of experts, as transformers and others route tokens -----------------------------------------------------

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 import rowprop
 from rowprop.backprop import rows as rows_module
 from rowprop.backprop import sliced
+from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSet
+from rowprop.backprop.sliced import RowSet, RowSlice
 
 N, K = 7, 3
 ROWS, OTHERS = torch.tensor([1, 4, 6]), torch.tensor([0, 4, 5])
@@ -215,3 +216,13 @@ def test_the_places_of_first_rows_are_of_one_stream(streams: Streams):
     assert rows.first is places and places.tolist() == [0, 1, 0]
     streams.now = "left"
     assert rows.first is not places and rows.first.tolist() == [0, 1, 0]
+
+
+def test_a_gradient_that_comes_back_to_its_stream_waits_for_the_other(streams: Streams):
+    # Red when: a gradient's last stream stays the one that it was made on, so a way back to that one waits for nothing.
+    rows = RowSet(ROWS, N, unique=True, batchnorm="rows")
+    gradient = RowGrad(RowSlice(torch.ones(K, 4), rows, Layout(0, N), (N, 4)))
+    streams.now = "left"
+    dense = gradient.plain()
+    streams.now = "main"
+    assert gradient.plain() is dense and ("main", "left") in streams.waited

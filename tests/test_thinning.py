@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import rowprop
+from rowprop import host
 from rowprop.backprop import backward as backward_module
 from rowprop.backprop import foreign
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules import norms
+from rowprop.backprop.rules.apply import unite
 from rowprop.backprop.sliced import RowSet, RowSlice, gather_plain, rows_apart
 from rowprop.errors import InvalidInput
 from rowprop.thinning.blocks import blocks_of
@@ -214,6 +216,32 @@ def test_what_is_made_of_drawn_rows_keeps_what_is_known_of_them():
     assert together[0] is base and together[1].tolist() == pytest.approx([2 / 8 * 2 + 6 / 8 * 3, 2 / 8 * 3 + 6 / 8 * 3])
     assert drawn.hook.united(union, {drawn: places[drawn], routed: torch.tensor([0])}).weights is None
     assert drawn_rows(routed, torch.tensor([0]), torch.tensor([4.0])).stands_for() == (base, None)
+
+
+def test_rows_that_are_some_of_the_same_meet_without_a_look(monkeypatch: pytest.MonkeyPatch):
+    # Red when: a device is asked which rows two draws have together; what they make is not known to be some of the rows
+    # that they were drawn from; a row of both counts as two where the host can look.
+    def meet(*places: list[int]) -> tuple[RowSet, RowSet]:
+        base = RowSet(torch.arange(6), 6, unique=True, batchnorm="rows")
+        sets = [base.some(torch.tensor(place)) for place in places]
+        given = [RowSlice(torch.ones(rows.kept, 2), rows, Layout(0, 6), (6, 2)) for rows in sets]
+        united = unite(given, {})
+        assert united is not None
+        found = united[0]
+        for g, place in zip(found, places, strict=True):
+            assert torch.equal(g.dense(), torch.zeros(6, 2).index_fill(0, torch.tensor(place), 1))
+        assert found[0].rows is found[1].rows
+        return base, found[0].rows
+
+    monkeypatch.setattr(host, "READ_AT_ONCE", {"cpu"})
+    assert meet([0, 1], [1, 2])[1].index.tolist() == [0, 1, 2]
+    monkeypatch.setattr(host, "READ_AT_ONCE", set[str]())
+    with rowprop.watch() as report:
+        base, union = meet([0, 1], [1, 2])
+        assert union.places_in(base).tolist() == [0, 1, 1, 2]
+        base, union = meet([0, 1, 2], [2, 3, 4])
+        assert union is base
+    assert not report.waited
 
 
 @pytest.mark.parametrize("picked", [False, True], ids=["all rows", "rows of a pick"])

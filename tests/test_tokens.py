@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rowprop
 from rowprop import host
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rules.apply import end_to_end
 from rowprop.backprop.sliced import Affine, RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
@@ -127,6 +129,7 @@ MOVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (40, 4, 6) and the p
     "a prefix, then a class token": lambda x, p: torch.cat([p[:, :1].expand(40, 1, 6), p.expand(40, 3, 6), x], 1),
     "the class token taken": lambda x, p: x[:, 0],
     "the last token": lambda x, p: x[:, -1],
+    "the last two, from behind": lambda x, p: torch.ops.aten.slice(x, 1, -2),
     "the last token of each": lambda x, p: x[torch.arange(40), OF_EACH[:, 0]],
     "the last token of each, from behind": lambda x, p: x[torch.arange(40), OF_EACH[:, 0] - 4],
     "one token left": lambda x, p: x[:, 2:3],
@@ -182,6 +185,33 @@ def test_positions_move_and_stay_sliced(
     assert flops <= 3 * 2 * 6 * 6 * len(index)  # of three products, each at the kept tokens
 
 
+def test_products_of_sequences_that_heads_lie_between():
+    # Red when: two parts of one dimension count as one part although heads lie between them.
+    x, w = torch.randn(3, 2, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64).requires_grad_()
+    kept = torch.arange(24).view(3, 2, 4) % 5 == 1
+
+    def gradient(take: Callable[[Tensor], Tensor]) -> Tensor:
+        h = (x @ w).tanh().unflatten(3, (2, 3)).permute(0, 3, 1, 2, 4).flatten(0, 2)  # rows, heads and groups are one
+        out = (h @ h.mT @ h).unflatten(0, (3, 2, 2)).permute(0, 2, 3, 1, 4).flatten(3)
+        return torch.autograd.grad(take(out.square().sum(-1)).sum(), w)[0]
+
+    torch.testing.assert_close(gradient(lambda t: rowprop.pick(t, kept)), gradient(lambda t: t[kept]))
+
+
+def test_positions_that_fell_out_stay_out(as_accelerator: None):
+    # Red when: a position that an earlier slice cut off counts as one of those that a later slice keeps.
+    rows = RowSet(torch.tensor([0, 3, 5]), 6, unique=True, batchnorm="rows")
+    first, _ = rows.renumbered((2, 3), 1, 2, Affine(offset=-1))
+    second, gone = first.renumbered((2, 2), 1, 1, Affine())
+    assert first.absent.tolist() == [True, True, False]
+    assert second.absent.tolist() == gone.tolist() == [True, True, True]
+    # Red when: a union forgets it, so that its zeros may stand for the gradient of a position that was kept.
+    others = rows.derived(torch.tensor([1, 2]), 12, unique=True)
+    sets = rows.derived(rows.index, 12, unique=False, absent=first.absent), others
+    union = end_to_end([RowSlice(torch.ones(s.kept, 1), s, Layout(0, 12), (12, 1)) for s in sets])
+    assert type(union) is RowSlice and union.rows.absent.tolist() == [True, True, False, False, False]
+
+
 def test_more_tokens_than_a_piece_has_leave_it_dense():
     # Red when: the class token's part keeps the rows of all tokens, or the other tokens densify with it.
     kept = torch.arange(40 * 5) % 3 > 0
@@ -211,6 +241,7 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # pieces that each hav
     "one token and a mean": lambda x, p: x[:, 0].exp() + x[:, 1:].mean(1),
     "one token and whole rows": lambda x, p: x[:, 0].exp() + x.cumsum(1)[:, 2] + x.unflatten(1, (2, 2)).sum((1, 2)),
     "all, one after the other": lambda x, p: sum((x[:, i] * i for i in range(4)), x[:, 0]),
+    "a token of rows in another order": lambda x, p: x.cumsum(1)[torch.arange(39, -1, -1)][:, 2],
     "coordinates": lambda x, p: torch.stack([x[..., 0] - x[..., 1], x[..., 2]], -1) @ p[0, :2],
 }  # fmt: skip
 
@@ -437,6 +468,38 @@ def test_a_decoders_gradient_is_that_of_plain_indexing(packed: bool, mask: str, 
     kept = kept[:, 1:] if losses == "shifted" else kept
     expected = run(model, lambda x: x[kept], losses)
     assert largest_difference(run(model, lambda x: rowprop.pick(x, kept), losses), expected) < 1e-12
+
+
+class Masks(TorchDispatchMode):
+    """The sizes of the masks that attention's backward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if RowGrad in types:
+            return NotImplemented  # its rule makes the calls
+        mask = (kwargs or {}).get("attn_mask")
+        if mask is not None and func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.sizes.append(mask.numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mask_of_kept_queries_takes_no_more_memory_than_all_queries():
+    # Red when: all sequences go into one call, whose mask has an entry for each kept query and each key.
+    leaves = [torch.randn(12, 1, T, 4, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    kept = torch.arange(12 * T).view(12, T) % T < T // 2
+
+    def gradients(take: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        losses = F.scaled_dot_product_attention(*leaves, attn_mask=BAND).square().sum((1, 3))
+        return torch.autograd.grad(take(losses).sum(), leaves)
+
+    expected = gradients(lambda losses: losses[kept])
+    with Masks() as masks:
+        actual = gradients(lambda losses: rowprop.pick(losses, kept))
+    torch.testing.assert_close(actual, expected)
+    assert masks.sizes and max(masks.sizes) <= leaves[0].numel()
 
 
 def cut_attention(kept: Tensor) -> Callable[..., Tensor]:
@@ -745,6 +808,7 @@ def of_short(model: Decoder, take: Callable[[Tensor], Tensor], attention: Attent
 OTHERS: dict[str, Attention] = {  # products whose keys are not the sequence's own tokens
     "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
     "more keys": lambda q, k, v: (q @ torch.cat([k, k[:, :, :2]], 2).mT).softmax(-1) @ torch.cat([v, v[:, :, :2]], 2),
+    "softmax over queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "no softmax": lambda q, k, v: (q @ k.mT).sigmoid() @ v,
 }
 

@@ -26,7 +26,7 @@ def _rows(call: Call, dims: Sequence[int], results: Sequence[int | None]) -> Any
     given = [(getattr(call, name), dim) for name, dim in zip(_GRADS, dims, strict=True)]
     found = [(g, dim) for g, dim in given if g is not None]
     first = found[0][0]
-    if any(type(g) is not RowSlice or g.dim != dim or first.layout.at(dim) != g.layout for g, dim in found):
+    if any(type(g) is not RowSlice or first.layout.at(dim) != g.layout for g, dim in found):
         return Densify(_MIXED)
     if call.train and call.first("dropout"):
         return Densify("dropout between the layers would be drawn anew", first, tuple(results))
