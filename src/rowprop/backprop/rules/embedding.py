@@ -40,8 +40,10 @@ def embedding_bag_backward(op: Any, g: Any, *args: Any) -> Any:
         if offsets is None:  # the indices are in the order of their bags
             bags = torch.arange(g.shape[0], device=call.offset2bag.device, dtype=call.offset2bag.dtype)
             offsets = torch.searchsorted(call.offset2bag, bags).to(bags.dtype)
-        place, kept["offset2bag"], _ = _kept_bags(g, offsets, call.indices)
+        place, kept["offset2bag"], first = _kept_bags(g, offsets, call.indices)
         kept["indices"] = call.indices[place]
+        if "offsets" in call.places:
+            kept["offsets"] = first
         if call.per_sample_weights is not None:
             kept["per_sample_weights"] = call.per_sample_weights[place]
     return call.run(g.values, **kept)
