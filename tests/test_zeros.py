@@ -552,6 +552,25 @@ def test_shares_are_those_of_all_backwards_of_the_block():
     assert report.places[0].saves == pytest.approx(1 - 9 / (2 * N))
 
 
+def test_a_model_that_runs_several_times_is_counted_once_for_each():
+    # Red when: the FLOPs of all of a module's calls count for each of them.
+    model, other = mlp(), tokens()[:, 1]
+
+    def loss() -> Tensor:
+        apart = [model(x).square().mean(1) for x in (rows(), other)]
+        with torch.no_grad():
+            model(other)
+        return apart[0][:3].sum() + apart[1][:6].sum()
+
+    _, full = gradient(model, loss)
+    with rowprop.find_zeros(model) as report:
+        loss().backward()
+    rowprop.skip_zeros(model)
+    _, left = gradient(model, loss)
+    assert report.places[0].saves == pytest.approx(1 - left / full) == 1 - 9 / (2 * N)
+    assert report.places[0].zero_rows == pytest.approx(1 - 9 / (2 * N))
+
+
 def test_each_of_two_heads_is_told_and_the_trunk_costs_what_both_need():
     model, x = TwoHeads(), rows()
     with rowprop.find_zeros(model) as report:

@@ -377,7 +377,7 @@ class Trace:
             frame = frame._replace(module=name.removeprefix(MODULE))
         elif name.startswith(ENGINE):
             name = name.removeprefix(ENGINE)
-            module = GRADIENTS if name == ACCUMULATE else self.modules.of(event.sequence_nr)
+            module = GRADIENTS if name == ACCUMULATE else self.modules.call_of(event.sequence_nr)[0]
             frame = frame._replace(module=module, node=name)
             called = self._node(name, module).ran
         elif name in self._dispatched:

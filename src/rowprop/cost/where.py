@@ -89,10 +89,17 @@ class Modules:
         self.running = [OUTSIDE]  # paths of the modules whose forward runs now, the innermost last
 
     def of(self, node: Any) -> str:
-        """Path of the innermost module whose forward made the backward node, or the node of that number."""
-        number = -1 if node is None else node if isinstance(node, int) else node._sequence_nr()
-        inside = [(begin, -end, path) for begin, end, path in self._spans if begin <= number < end]
-        return max(inside)[2] if inside else OUTSIDE
+        """Path of the innermost module whose forward made the backward node."""
+        return self.call_of(-1 if node is None else node._sequence_nr())[0]
+
+    def call_of(self, number: int) -> tuple[str, int]:
+        """The innermost module whose forward made the node of that number, and which of its calls that was, from 0."""
+        inside = [(begin, -end, at) for at, (begin, end, _) in enumerate(self._spans) if begin <= number < end]
+        if not inside:
+            return OUTSIDE, 0
+        at = max(inside)[2]
+        path = self._spans[at][2]
+        return path, sum(other == path for _, _, other in self._spans[:at])
 
     def tracked(self) -> AbstractContextManager[None]:
         """Note the forwards inside the block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -106,22 +107,36 @@ def find_zeros(model: nn.Module) -> Generator[ZeroReport]:
     seen.fill(report)
 
 
+_Call = tuple[str, int]  # a module's path, and which of its calls it was, from 0
+
+
 @dataclass(eq=False)
 class _Pass:
-    """One backward: the live entries of the gradients of modules' outputs, as they came, and the FLOPs of each node."""
+    """One backward: the live entries of the gradients of calls' outputs, as they came, and the FLOPs of each node."""
 
-    live: list[tuple[list[str], Tensor]] = field(default_factory=list[tuple[list[str], Tensor]])
+    live: list[tuple[list[_Call], Tensor]] = field(default_factory=list[tuple[list[_Call], Tensor]])
     flops: dict[int, int] = field(default_factory=dict[int, int])
 
-    def saved(self, by_module: dict[str, int]) -> Generator[tuple[str, Tensor, float]]:
-        """Of modules with equal live entries the first, with these and the FLOPs that skipping the rest would save."""
+    def saved(self, by_call: dict[_Call, int]) -> dict[str, tuple[list[Tensor], float]]:
+        """For each module that skipping would save at: its live entries, and the FLOPs that it would save.
+
+        Of modules with equal live entries it is the first: the others would save less.
+        """
+        own = [sum(by_call.get(call, 0) for call in calls) for calls, _ in self.live]
         met: list[Tensor] = []
-        for order, (paths, live) in enumerate(self.live):
+        found: dict[str, tuple[list[Tensor], dict[int, float]]] = {}
+        for order, (calls, live) in enumerate(self.live):
             if live.float().mean() > MOST or any(torch.equal(live, other) for other in met):
                 continue
             met.append(live)
-            below = [(sum(by_module.get(path, 0) for path in inner), own) for inner, own in self.live[order:]]
-            yield paths[0], live, sum(flops * (1 - _cost(own, live)) for flops, own in below if flops)
+            entries, shares = found.setdefault(calls[0][0], ([], {}))
+            entries.append(live)
+            for later in (at for at in range(order, len(self.live)) if own[at]):  # a call may lie below several others
+                shares[later] = max(shares.get(later, 0.0), 1 - _cost(self.live[later][1], live))
+        return {
+            path: (entries, sum(own[at] * share for at, share in shares.items()))
+            for path, (entries, shares) in found.items()
+        }
 
 
 class _Seen:
@@ -131,26 +146,35 @@ class _Seen:
         self.modules = Modules(model)
         self.passes: list[_Pass] = []
         self.uncounted: dict[str, int] = {}
-        self._hooked: dict[tuple[Any, int], list[str]] = {}  # by what made an output: its modules, innermost first
+        self._hooked: dict[tuple[Any, int], list[_Call]] = {}  # by what made an output: its calls, innermost first
+        self._calls = Counter[str]()
 
     def left(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
         """A module's forward is over: look at the gradient of its output when it comes."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
+        call = path, self._calls[path]
+        self._calls[path] += 1
         for tensor in tensors(output):
             node: Any = tensor.grad_fn
-            if node is None or tensor.is_nested or tensor.layout is not torch.strided or not tensor.ndim:
+            if (
+                node is None
+                or not torch.is_grad_enabled()
+                or tensor.is_nested
+                or tensor.layout is not torch.strided
+                or not tensor.ndim
+            ):
                 continue
-            paths = self._hooked.setdefault((node, tensor.output_nr), [])
-            if not paths:  # a hook of the node comes after the tensor's own, which may skip zeros already
-                node.register_prehook(partial(self._arrived, paths, tensor.output_nr))
-            paths.append(path)
+            calls = self._hooked.setdefault((node, tensor.output_nr), [])
+            if not calls:  # a hook of the node comes after the tensor's own, which may skip zeros already
+                node.register_prehook(partial(self._arrived, calls, tensor.output_nr))
+            calls.append(call)
 
-    def _arrived(self, paths: list[str], output: int, grads: tuple[Tensor | None, ...]) -> None:
+    def _arrived(self, calls: list[_Call], output: int, grads: tuple[Tensor | None, ...]) -> None:
         grad = grads[output]
         if grad is None or type(grad) is RowGrad:
             return
-        self._pass().live.append((paths, live_entries(grad, range(2 if grad.ndim == 3 else 1))))
+        self._pass().live.append((calls, live_entries(grad, range(2 if grad.ndim == 3 else 1))))
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
         """Note an op's FLOPs for the node of the backward that runs it."""
@@ -173,22 +197,22 @@ class _Seen:
 
     def fill(self, report: ZeroReport) -> None:
         """Work out what each place would have saved."""
-        found: dict[str, list[tuple[Tensor, float]]] = {}
+        found: dict[str, tuple[list[Tensor], float]] = {}
         for one in self.passes:
-            by_module: dict[str, int] = {}
+            by_call = Counter[_Call]()
             for number, flops in one.flops.items():
-                path = self.modules.of(number)
-                by_module[path] = by_module.get(path, 0) + flops
-                report.backward_flops += flops
-            for path, live, saves in one.saved(by_module):
-                found.setdefault(path, []).append((live, saves))
+                by_call[self.modules.call_of(number)] += flops
+            report.backward_flops += sum(one.flops.values())
+            for path, (entries, saves) in one.saved(by_call).items():
+                before = found.get(path, ([], 0.0))
+                found[path] = before[0] + entries, before[1] + saves
         report.backwards = len(self.passes)
         report.uncounted = self.uncounted
-        for path, passes in found.items():
-            saves = sum(each for _, each in passes) / (report.backward_flops or 1)
-            if saves > 0:
-                rows = _share([_rows(live) for live, _ in passes])
-                tokens = _share([live for live, _ in passes]) if passes[0][0].ndim > 1 else None
+        for path, (entries, flops) in found.items():
+            if flops > 0:
+                rows = _share(list(map(_rows, entries)))
+                tokens = _share(entries) if entries[0].ndim > 1 else None
+                saves = flops / report.backward_flops
                 report.places.append(ZeroPlace(path, "row" if tokens is None else "token", rows, tokens, saves))
         report.places.sort(key=lambda place: -place.saves)
 
