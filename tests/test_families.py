@@ -64,7 +64,7 @@ def test_zeros_of_the_output_cost_as_picked_rows(entry: Entry):
             continue
         for name, error in errors(full, part).items():
             assert error <= TOLERANCE[torch.float32], name
-        if len(rows) < 8:
+        if len(rows) < 8 and not waits(torch.device("cpu")):  # a device does not count the tokens of each row (Mamba)
             picked = sliced(fixed, torch.float32, rows)
             assert part.flops.total_flops <= 1.05 * picked.flops.total_flops
 

@@ -445,7 +445,8 @@ def test_a_capacity_fixes_the_rows_on_a_device(monkeypatch: pytest.MonkeyPatch):
     assert len(report.waited) == 1
 
 
-def test_a_capacity_that_is_exceeded_costs_nothing_but_time_on_the_cpu():
+def test_a_capacity_that_is_exceeded_costs_nothing_but_time_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "READ_AT_ONCE", {"cpu"})
     model, x = mlp(), rows()
     expected, _ = gradient(model, lambda: model(x).square().mean(1)[:7].sum())
     handle = rowprop.skip_zeros(model, capacity=0.4)
