@@ -240,6 +240,49 @@ def test_a_module_may_return_what_it_likes(form: str):
     assert handle.record is not None and handle.record.kept == 3
 
 
+class Language(nn.Module):
+    """A language model as transformers has them; it returns each token's log-probability, by a head that is fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = Decoder(), nn.Linear(CLASSES, CLASSES)
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self.base
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.base(x), self.head.weight).log_softmax(2)[..., 0]
+
+
+class DistributedDataParallel(nn.Module):
+    """A stand-in: it is known by its name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, DistributedDataParallel])
+def test_a_language_model_has_its_head_found_and_its_tokens(wrap: Callable[[nn.Module], nn.Module]):
+    # Red when: the wrapper hides the head, the hidden states or that its (N, T) are tokens.
+    model, x = wrap(Language()), tokens()
+    expected, full = gradient(model, lambda: (model(x) * some).sum())
+    handle = rowprop.skip_zeros(model)
+    actual, cost = gradient(model, lambda: (model(x) * some).sum())
+    check_equal(expected, actual)
+    assert {place.rpartition(".")[2] for place in handle.places} == {"", "head", "base"}
+    assert handle.record is not None
+    assert (handle.record.unit, handle.record.kept, handle.record.place) == ("token", int(some.sum()), "")
+    assert cost < 0.6 * full
+
+
 def test_a_handle_pauses_and_ends():
     model, x = mlp(), rows()
     handle = rowprop.skip_zeros(model)
@@ -580,6 +623,25 @@ def test_each_of_two_heads_is_told_and_the_trunk_costs_what_both_need():
     found = {place.module: place for place in report.places}
     assert set(found) == {"first", "second"}
     assert all(place.zero_rows == 0.5 and place.saves < 0.2 for place in found.values())
+
+
+class Inverted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.matrix_exp(x.unflatten(1, (4, 4))).flatten(1)
+
+
+def test_ops_without_a_formula_are_those_of_the_backward():
+    # Red when: the forward's count as well, of which no FLOPs are told.
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Inverted(), nn.Linear(WIDTH, 2)), rows()
+    with rowprop.find_zeros(model) as report:
+        loss = model(x).square().mean(1)[:3].sum()
+        before = dict(report.uncounted)
+        with count_flops() as forward:
+            model(x)
+        with count_flops() as backward:
+            loss.backward()
+    assert before == {} and forward.uncounted
+    assert report.uncounted == backward.uncounted
 
 
 def test_without_zeros_it_says_so():

@@ -24,8 +24,6 @@ from rowprop.selection.base import Selection
 
 __all__ = ["Engine", "Masked", "Recompute", "Sliced"]
 
-Unit = Literal["row", "token"]  # what a step selects among
-
 
 @runtime_checkable
 class Engine(Protocol):

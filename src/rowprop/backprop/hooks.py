@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rowprop.backprop.backward import running
 from rowprop.backprop.foreign import is_own, prepare
@@ -76,3 +77,32 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
         return ModuleHook, ()
+
+
+class Handle:
+    """What stands in a model by hooks of modules: it can pause, and end."""
+
+    def __init__(self) -> None:
+        self._active = True
+        self._handles: list[Any] = []
+
+    def remove(self) -> None:
+        """End it: the gradients of all later backwards are those of the model alone."""
+        self._active = False
+        while self._handles:
+            self._handles.pop().remove()
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Have the gradients of backwards inside the block those of the model alone."""
+        before, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = before and bool(self._handles)  # not if it was removed meanwhile
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, which adds a node of its own to the outputs."""
+    inner = getattr(model, "module", None)
+    return inner if type(model).__name__ == "DistributedDataParallel" and isinstance(inner, nn.Module) else model

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BatchNorm = Literal["rows", "exact"] | None
 Attention = Literal["exact", "cut"]
+Unit = Literal["row", "token"]
 
 
 class Selected(Protocol):

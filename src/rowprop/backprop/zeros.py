@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import Any, Literal, cast, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from rowprop.backprop.backward import running
 from rowprop.backprop.compiled import compiled_elsewhere
-from rowprop.backprop.hooks import ModuleHook, hook_gradient
+from rowprop.backprop.hooks import Handle, ModuleHook, hook_gradient, unwrapped
 from rowprop.backprop.layout import Layout, Part, layout_of
-from rowprop.backprop.pick import Attention
+from rowprop.backprop.pick import Attention, Unit
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rows import RowSet
 from rowprop.backprop.sliced import RowSlice, gather_plain, rows_apart
@@ -26,8 +25,7 @@ from rowprop.checks import check_choice, check_number, check_tensor
 from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
 
-Unit = Literal["row", "token"]
-MOST = 0.8  # the share of live rows up to which the backward is sliced: above, gathers cost what the rows save
+MOST = 0.8  # the share of live rows up to which the backward is sliced: above, gathers cost most of what they save
 
 
 @overload
@@ -96,9 +94,7 @@ def skip_zeros(
         if x.ndim == 0:
             raise InvalidInput("skip_zeros got a 0-d tensor but rows were needed; pass the losses before their mean.")
     skip = _Skip(unit, attention, capacity)
-    if isinstance(x, nn.Module):
-        return SkippingZeros(x, skip)
-    return skip.hooked(x, lambda record: None)
+    return SkippingZeros(x, skip) if isinstance(x, nn.Module) else skip.hooked(x, "", lambda record: None)
 
 
 @dataclass(frozen=True)
@@ -121,12 +117,17 @@ class SkipRecord:
     kept: int
     reason: str
 
+    @property
+    def share(self) -> float:
+        """The share that went on."""
+        return self.kept / self.total
+
     def __str__(self) -> str:
         where = f" at {self.place}" if self.place else ""
         return f"{self.kept} of {self.total} {self.unit}s went on{where}: {self.reason}"
 
 
-class SkippingZeros:
+class SkippingZeros(Handle):
     """The handle that :func:`rowprop.skip_zeros` returns for a module.
 
     Attributes:
@@ -136,15 +137,14 @@ class SkippingZeros:
     """
 
     def __init__(self, module: nn.Module, skip: _Skip) -> None:
-        found = _places(module)
+        super().__init__()
+        head = _head_of(module)
+        found = _places(module, head)
         self.places = tuple(found)
-        speaks = getattr(module, "get_output_embeddings", lambda: None)() is not None
         self.records: dict[str, SkipRecord] = {}
-        self._skip = replace(skip, token_ndims=(2, 3) if speaks else (3,))
-        self._active = True
-        self._handles = [
-            inner.register_forward_hook(ModuleHook(partial(self._left, place))) for place, inner in found.items()
-        ]
+        self._skip = skip if head is None else replace(skip, token_ndims=(2, 3))
+        for place, inner in found.items():
+            self._handles.append(inner.register_forward_hook(ModuleHook(partial(self._left, place))))
 
     def __repr__(self) -> str:
         return f"SkippingZeros({'; '.join(map(str, self.records.values())) or 'no backward yet'})"
@@ -152,22 +152,7 @@ class SkippingZeros:
     @property
     def record(self) -> SkipRecord | None:
         """That of the place where most left the last backward; None before the first."""
-        return max(self.records.values(), key=lambda record: 1 - record.kept / record.total, default=None)
-
-    def remove(self) -> None:
-        """End it: the gradients of all later backwards go on whole."""
-        self._active = False
-        while self._handles:
-            self._handles.pop().remove()
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Have the gradients of backwards inside the block go on whole."""
-        before, self._active = self._active, False
-        try:
-            yield
-        finally:
-            self._active = before and bool(self._handles)
+        return min(self.records.values(), key=lambda record: record.share, default=None)
 
     def _left(self, place: str, _: nn.Module, __: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -175,11 +160,9 @@ class SkippingZeros:
 
         def keep(record: SkipRecord) -> None:
             self.records = running().of(self, dict[str, SkipRecord])
-            held = self.records.setdefault(place, record)
-            if record.kept / record.total < held.kept / held.total:
-                self.records[place] = record
+            self.records[place] = min(self.records.get(place, record), record, key=lambda each: each.share)
 
-        return map_tensors(lambda tensor: self._skip.hooked(tensor, keep, place, lambda: self._active), output)
+        return map_tensors(lambda tensor: self._skip.hooked(tensor, place, keep, lambda: self._active), output)
 
 
 @dataclass(frozen=True)
@@ -192,80 +175,81 @@ class _Skip:
     def hooked(
         self,
         tensor: Tensor,
+        place: str,
         keep: Callable[[SkipRecord], None],
-        place: str = "",
         active: Callable[[], bool] = lambda: True,
     ) -> Tensor:
-        """The tensor to go on with, whose gradient loses its zeros."""
+        """The tensor to go on with, whose gradient loses its zeros; ``keep`` is told what became of each gradient."""
         unit = self.unit or ("token" if tensor.ndim in self.token_ndims else "row")
         dims = 2 if unit == "token" else 1
         plain = tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested
         parts = [Part(dim, size) for dim, size in enumerate(tensor.shape[:dims]) if size != 1]
         if not plain or not parts or tensor.ndim < dims or tensor.numel() == 0:
             return tensor
-
-        def tell(total: int, live: int | None, kept: int, reason: str) -> None:
-            keep(SkipRecord(place, unit, total, live, kept, reason))
-
-        def change(grad: Tensor, layout: Layout) -> RowSlice | None:
-            return self._live(grad, layout, tell) if active() else None
-
-        layout = layout_of(parts)
+        layout, record = layout_of(parts), partial(SkipRecord, place, unit)
         if compiled_elsewhere(tensor.grad_fn):
             why = "compiled by a backend other than torch.compile(backend='rowprop')"
-            tell(layout.num_rows, None, layout.num_rows, why)
+            keep(record(layout.num_rows, None, layout.num_rows, why))
             return tensor
+
+        def change(grad: Tensor, layout: Layout) -> RowSlice | None:
+            if not active():
+                return None
+            g = grad.sliced if type(grad) is RowGrad and grad.full is None else None
+            found, total, count, reason = self._live(grad, cast("RowSlice | None", g), layout)
+            if found is not None or g is None:  # else nothing became of it since it was sliced, where it was told
+                keep(record(total, count, total if found is None else found.rows.kept, reason))
+            return found
+
         return hook_gradient(tensor, layout, change)
 
-    def _live(self, grad: Tensor, layout: Layout, tell: Callable[..., None]) -> RowSlice | None:
-        """The rows of a gradient that are not zero; None for the gradient as it is."""
-        g = grad.sliced if type(grad) is RowGrad and grad.full is None else None
-        if type(g) is RowSlice:
+    def _live(self, grad: Tensor, g: RowSlice | None, layout: Layout) -> tuple[RowSlice | None, int, int | None, str]:
+        """The rows of a gradient, sliced or not, that go on, None for all; how many came; how many are live; why."""
+        if g is not None:
             g = g.merged()
             if layout.minor and g.layout == Layout(layout.dim, layout.parts[0].size):
                 g = g.spread(layout.minor[0].dim)  # whole rows came: tokens may leave them
-            within = g.layout.compact(g.rows.kept)
-            values, live = g.values, live_entries(rows_apart(g.values, within), [within.dim + 1])
+            values, within = g.values, g.layout.compact(g.rows.kept)
+            live = live_entries(rows_apart(values, within), [within.dim + 1])
         else:
-            within, values = layout, grad.plain() if type(grad) is RowGrad else grad
+            values, within = grad.plain() if type(grad) is RowGrad else grad, layout
             live = live_entries(values, [part.dim for part in layout.parts]).flatten()
+        places, count, reason = self._places(live)
+        found = None
+        if places is not None and g is not None:
+            found = RowSlice(gather_plain(values, places, within), g.rows.some(places), g.layout, g.shape)
+        elif places is not None:
+            rows = RowSet(places, layout.num_rows, unique=True, batchnorm="exact", attention=self.attention)
+            # Not gather(), which would hold the whole gradient as long as the backward runs.
+            kept = gather_plain(values, places, layout, rows.indices(layout.sizes) if layout.minor else ())
+            found = RowSlice(kept, rows, layout, values.shape)
+        return found, live.numel(), count, reason
 
-        def told(number: int | None, kept: int, reason: str) -> None:
-            if type(g) is not RowSlice or kept < live.numel():  # else nothing became of it since it was sliced
-                tell(live.numel(), number, kept, reason)
-
-        places = self._places(live, told)
-        if places is None:
-            return None
-        if type(g) is RowSlice:
-            return RowSlice(gather_plain(values, places, within), g.rows.some(places), g.layout, g.shape)
-        rows = RowSet(places, layout.num_rows, unique=True, batchnorm="exact", attention=self.attention)
-        # Not gather(), which would hold the whole gradient as long as the backward runs.
-        kept = gather_plain(values, places, layout, rows.indices(layout.sizes) if layout.minor else ())
-        return RowSlice(kept, rows, layout, values.shape)
-
-    def _places(self, live: Tensor, tell: Callable[[int | None, int, str], None]) -> Tensor | None:
-        """The places of the rows that go on, in order, (K,); None if all do."""
+    def _places(self, live: Tensor) -> tuple[Tensor | None, int | None, str]:
+        """The places of the rows that go on, in order, (K,), None for all; how many are live, if it is known; why."""
         total = live.numel()
         if not readable(live):
-            return tell(None, total, "the gradient has no values to look at now")
+            return None, None, "the gradient has no values to look at now"
         room = total if self.capacity is None else ceil(self.capacity * total)
-        if self.capacity is not None and waits(live):
-            if room > MOST * total:
-                return tell(None, total, f"capacity={self.capacity} is above {MOST}")
-            running().ends.append(partial(self._check, live.sum(), room, total))
-            tell(None, room, f"capacity={self.capacity} takes so many")
-            return live.logical_not().argsort(stable=True)[:room].sort().values
         if waits(live):
+            if self.capacity is not None:
+                return self._first_live(live, room)
             note("waited", "which rows have a gradient of zeros")
         places = live.nonzero().squeeze(1)
         count = places.numel()
         if count > room:
-            return tell(count, total, f"more are live than capacity={self.capacity} takes")
+            return None, count, f"more are live than capacity={self.capacity} takes"
         if count > MOST * total or total == 1:
-            return tell(count, total, f"more than {MOST:.0%} are live")
-        tell(count, max(count, 1), "the others are zero")
-        return places if count else places.new_zeros(1)  # every parameter gets its zeros
+            return None, count, f"more than {MOST:.0%} are live"
+        return places if count else places.new_zeros(1), count, "the others are zero"  # each parameter gets its zeros
+
+    def _first_live(self, live: Tensor, room: int) -> tuple[Tensor | None, None, str]:
+        """As many places as there is room for, live ones first, found without a wait."""
+        if room > MOST * live.numel():
+            return None, None, f"capacity={self.capacity} is above {MOST}"
+        running().ends.append(partial(self._check, live.sum(), room, live.numel()))
+        places = live.logical_not().argsort(stable=True)[:room].sort().values
+        return places, None, f"capacity={self.capacity} takes so many"
 
     def _check(self, live: Tensor, room: int, total: int) -> None:
         """At the end of the backward the device has long counted, and still works on: nobody waits for it."""
@@ -288,12 +272,17 @@ def live_entries(values: Tensor, dims: Collection[int]) -> Tensor:
     return (either.amax(others) != 0) | (either.amin(others) != 0)
 
 
-def _places(module: nn.Module) -> dict[str, nn.Module]:
+def _head_of(module: nn.Module) -> nn.Module | None:
+    """The head of a language model of transformers."""
+    return getattr(unwrapped(module), "get_output_embeddings", lambda: None)()
+
+
+def _places(module: nn.Module, head: nn.Module | None) -> dict[str, nn.Module]:
     """The modules whose outputs to hook, by their names.
 
     A model of transformers may compute its loss inside, and some fuse it with the head, which is then never called.
     """
-    model = getattr(module, "module", module) if type(module).__name__ == "DistributedDataParallel" else module
-    head, base = getattr(model, "get_output_embeddings", lambda: None)(), getattr(model, "base_model", None)
+    model = unwrapped(module)
+    inner = head, getattr(model, "base_model", None)
     named: dict[str, nn.Module] = dict(cast(Any, module).named_modules())
-    return {"": module} | {name: each for name, each in named.items() if each in (head, base) and each is not model}
+    return {"": module} | {name: each for name, each in named.items() if each in inner and each is not model}

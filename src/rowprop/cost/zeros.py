@@ -157,14 +157,8 @@ class _Seen:
         self._calls[path] += 1
         for tensor in tensors(output):
             node: Any = tensor.grad_fn
-            if (
-                node is None
-                or not torch.is_grad_enabled()
-                or tensor.is_nested
-                or tensor.layout is not torch.strided
-                or not tensor.ndim
-            ):
-                continue
+            if node is None or tensor.is_nested or tensor.layout is not torch.strided or not tensor.ndim:
+                continue  # without a gradient, or of no rows
             calls = self._hooked.setdefault((node, tensor.output_nr), [])
             if not calls:  # a hook of the node comes after the tensor's own, which may skip zeros already
                 node.register_prehook(partial(self._arrived, calls, tensor.output_nr))
@@ -179,9 +173,9 @@ class _Seen:
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
         """Note an op's FLOPs for the node of the backward that runs it."""
         node = current_node()
-        if flops is None:
+        if node is not None and flops is None:
             self.uncounted[name] = self.uncounted.get(name, 0) + 1
-        elif node is not None and any(flops):
+        elif node is not None and flops is not None and any(flops):
             number = node._sequence_nr()
             by_node = self._pass().flops
             by_node[number] = by_node.get(number, 0) + sum(flops)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowprop.engines import Unit
+from rowprop.backprop.pick import Unit
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations import shared
 from rowprop.scoring import LossesFn, per_row_mean

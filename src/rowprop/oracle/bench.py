@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rowprop.backprop.pick import Unit
 from rowprop.cost.measure import Tick, ignored
 from rowprop.cost.where import check_graph, graph
-from rowprop.engines import Engine, Unit
+from rowprop.engines import Engine
 from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, Scored
 from rowprop.selection.base import Selector

@@ -10,13 +10,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.backprop.pick import Attention, BatchNorm
+from rowprop.backprop.pick import Attention, BatchNorm, Unit
 from rowprop.backprop.watch import watch
 from rowprop.checks import check_choice, check_number, check_tick, check_trainable, is_number, shown
 from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import Locator
-from rowprop.engines import Masked, Recompute, Sliced, Unit
+from rowprop.engines import Masked, Recompute, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance, zero_gradients

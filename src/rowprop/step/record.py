@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rowprop.engines import Unit
+from rowprop.backprop.pick import Unit
 from rowprop.host import readable
 from rowprop.selection.base import Selection
 

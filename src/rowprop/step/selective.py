@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from rowprop.backprop.pick import Unit
 from rowprop.batch import num_rows, take, tensors
 from rowprop.checks import (
     check_choice,
@@ -21,7 +22,7 @@ from rowprop.checks import (
     wrong,
 )
 from rowprop.distributed import Ranks, Share, alone, averages_gradients, refuse_join
-from rowprop.engines import Engine, Recompute, Unit, engine_of, uses_batch_statistics
+from rowprop.engines import Engine, Recompute, engine_of, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.host import mark, readable, timed, waits
 from rowprop.schedule import Schedule

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop.pick import Unit
 from rowprop.checks import check_numbers
-from rowprop.engines import Unit
 from rowprop.errors import InvalidInput
 from rowprop.host import mark, readable
 from rowprop.scoring import described, per_token

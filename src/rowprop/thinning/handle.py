@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, product
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from rowprop.backprop.backward import Backward, numbered, outermost
 from rowprop.backprop.checkpoint import enters_checkpoint
 from rowprop.backprop.compiled import compiled_elsewhere
-from rowprop.backprop.hooks import ModuleHook, hook_gradient, rows_in
+from rowprop.backprop.hooks import Handle, ModuleHook, hook_gradient, rows_in, unwrapped
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.sliced import RowSlice
 from rowprop.batch import tensors
@@ -164,7 +163,7 @@ class _Forward:
     mixes: bool | None = None  # a BatchNorm of the model mixes the rows; None: not yet known
 
 
-class Thinning:
+class Thinning(Handle):
     """The handle that :func:`rowprop.thin` returns.
 
     ``blocks`` are the names of the blocks after which it thins, ``record`` is the :class:`ThinRecord` of a backward.
@@ -173,6 +172,7 @@ class Thinning:
     def __init__(
         self, model: nn.Module, blocks: Mapping[str, nn.Module], control: Control, generator: torch.Generator
     ) -> None:
+        super().__init__()
         self.blocks = tuple(blocks)
         self.record = ThinRecord({}, {}, 0.0, 0, "no backward yet; a model that is compiled whole stays exact")
         self._model = model
@@ -180,33 +180,17 @@ class Thinning:
         self._pairs = Pairs(control.tau) if control.keep is None else None
         self._worth = Worth()
         self._generator = generator
-        self._active = True
         self._compiled: set[str] = set()
         self._forward = _Forward()
         self._unread: deque[ThinnedBackward] = deque()
-        self._handles = [model.register_forward_pre_hook(_Hook(self._entered), with_kwargs=True)]
+        self._handles.append(model.register_forward_pre_hook(_Hook(self._entered), with_kwargs=True))
         # The gradient of the output comes first, so a measurement sees all weights.
-        for name, left in [*blocks.items(), ("", _unwrapped(model))]:
+        for name, left in [*blocks.items(), ("", unwrapped(model))]:
             self._handles.append(left.register_forward_hook(_Hook(partial(self._left, name))))
         self._handles.append(model.register_forward_hook(_Hook(self._over), always_call=True))
 
     def __repr__(self) -> str:
         return f"Thinning(after {', '.join(self.blocks)}; {self.record.reason})"
-
-    def remove(self) -> None:
-        """End it: the gradients of all later backwards are exact."""
-        self._active = False
-        while self._handles:
-            self._handles.pop().remove()
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Have the backwards inside the block exact."""
-        before, self._active = self._active, False
-        try:
-            yield
-        finally:
-            self._active = before and bool(self._handles)  # not if it was removed meanwhile
 
     def state_dict(self) -> dict[str, Any]:
         """All that later draws follow from: the shares, where they are worth a draw, and the generator's state."""
@@ -400,12 +384,6 @@ class Thinning:
             names = ", ".join(sorted(self._compiled))
             reasons.append(f"exact after {names}: compiled by a backend other than torch.compile(backend='rowprop')")
         return "; ".join(reasons)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, which adds a node of its own to the outputs."""
-    inner = getattr(model, "module", None)
-    return inner if type(model).__name__ == "DistributedDataParallel" and isinstance(inner, nn.Module) else model
 
 
 class _Hook(ModuleHook):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rowprop.app.lookup import load_object, require
-from rowprop.engines import Unit
+from rowprop.backprop.pick import Unit
 from rowprop.errors import InvalidInput, foreign
 from rowprop.files import write_whole
 

@@ -16,7 +16,7 @@ from rowprop.app.compare.data import Dataset
 from rowprop.app.compare.settings import CUT, PRUNED, THINNED, Method, Settings
 from rowprop.app.page import render
 from rowprop.app.terminal import new_table
-from rowprop.engines import Unit
+from rowprop.backprop.pick import Unit
 
 PHASES: tuple[str, ...] = ("data", "score", "forward", "select", "backward", "optimizer")
 SHARE_POINTS = 100

@@ -14,8 +14,9 @@ from torch import nn
 
 from rowprop import recipes
 from rowprop.app.lookup import load_object
+from rowprop.backprop.pick import Unit
 from rowprop.checks import checked_device
-from rowprop.engines import ENGINES, Unit
+from rowprop.engines import ENGINES
 from rowprop.errors import InvalidInput, foreign
 from rowprop.scoring import LossesFn
 from rowprop.selection import OverAll

@@ -18,7 +18,8 @@ from rowprop.app.compare.data import PADDING, Dataset
 from rowprop.app.compare.models import build_model
 from rowprop.app.compare.results import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
 from rowprop.app.compare.settings import ADAMW, CUT, FULL, Method, Settings
-from rowprop.engines import Sliced, Unit
+from rowprop.backprop.pick import Unit
+from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
 from rowprop.host import drained_s
