@@ -206,7 +206,6 @@ class _Skip:
     def _live(self, grad: Tensor, g: RowSlice | None, layout: Layout) -> tuple[RowSlice | None, int, int | None, str]:
         """The rows of a gradient, sliced or not, that go on, None for all; how many came; how many are live; why."""
         if g is not None:
-            g = g.merged()
             if layout.minor and g.layout == Layout(layout.dim, layout.parts[0].size):
                 g = g.spread(layout.minor[0].dim)  # whole rows came: tokens may leave them
             values, within = g.values, g.layout.compact(g.rows.kept)
@@ -239,7 +238,7 @@ class _Skip:
         count = places.numel()
         if count > room:
             return None, count, f"more are live than capacity={self.capacity} takes"
-        if count > MOST * total or total == 1:
+        if count > MOST * total:
             return None, count, f"more than {MOST:.0%} are live"
         return places if count else places.new_zeros(1), count, "the others are zero"  # each parameter gets its zeros
 

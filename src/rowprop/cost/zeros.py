@@ -49,8 +49,8 @@ class ZeroReport:
     """What :func:`find_zeros` found; filled when its block ends.
 
     Attributes:
-        places: The modules whose gradient has zeros that are worth skipping, the largest saving first, and of equal
-            ones the first that the backward comes to.
+        places: The modules whose gradient has zeros that are worth skipping, the largest saving first; of modules below
+            one another the first that the backward comes to.
         backwards: How many backwards ran.
         backward_flops: Their FLOPs, without those of :attr:`uncounted`.
         uncounted: Ops without a formula, with the number of calls.
@@ -120,19 +120,22 @@ class _Pass:
     def saved(self, by_call: dict[_Call, int]) -> dict[str, tuple[list[Tensor], float]]:
         """For each module that skipping would save at: its live entries, and the FLOPs that it would save.
 
-        Of modules with equal live entries it is the first: the others would save less.
+        Of modules below one another it is the first: at the others, what goes past them would still be whole.
         """
         own = [sum(by_call.get(call, 0) for call in calls) for calls, _ in self.live]
-        met: list[Tensor] = []
+        met: list[tuple[str, Tensor]] = []
         found: dict[str, tuple[list[Tensor], dict[int, float]]] = {}
         for order, (calls, live) in enumerate(self.live):
-            if live.float().mean() > MOST or any(torch.equal(live, other) for other in met):
+            path = calls[0][0]
+            if live.float().mean() > MOST or any(above != path and _cost(live, kept) < 1 for above, kept in met):
                 continue
-            met.append(live)
-            entries, shares = found.setdefault(calls[0][0], ([], {}))
+            met.append((path, live))
+            entries, shares = found.setdefault(path, ([], {}))
             entries.append(live)
-            for later in (at for at in range(order, len(self.live)) if own[at]):  # a call may lie below several others
-                shares[later] = max(shares.get(later, 0.0), 1 - _cost(self.live[later][1], live))
+            for later in (
+                at for at in range(order, len(self.live)) if own[at]
+            ):  # of several calls above the last counts
+                shares[later] = 1 - _cost(self.live[later][1], live)
         return {
             path: (entries, sum(own[at] * share for at, share in shares.items()))
             for path, (entries, shares) in found.items()
