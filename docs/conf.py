@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 import rowprop  # noqa: E402
 from names import homes_of, names_of, namespaces  # noqa: E402
@@ -22,7 +22,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 # The pages link to each other by relative paths, which a code host follows as well, so the source is the repository.
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "benchmarks/results/*.md", "notebooks/*.ipynb"]
-exclude_patterns = [".*", "build", "dist", "src", "tests", "examples", "runs", "rowprop-compare"]
+exclude_patterns = [".*", "build", "dist", "src", "tests", "tools", "examples", "runs", "rowprop-compare"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # the notebook holds its outputs, so that a code host shows them too; a test runs it
 highlight_language = "text"

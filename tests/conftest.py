@@ -19,12 +19,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 QUIET = ("--disable-quic", "--disable-component-update", "--disable-sync")
 HAS_LAYOUT = "return [...document.body.children].some(e => e.offsetHeight)"
-SMALLEST_TEXT = """return Math.min(...[...document.querySelectorAll("main p, main td, main li, main dd")]
-  .filter(e => e.textContent.trim()).map(e => parseFloat(getComputedStyle(e).fontSize)))"""
-SMALLEST_IN_FIGURES = """return Math.min(...[...document.querySelectorAll("main svg text")].map(e =>
-  parseFloat(getComputedStyle(e).fontSize) * e.ownerSVGElement.getBoundingClientRect().width
-  / e.ownerSVGElement.viewBox.baseVal.width))"""
-"""As high as letters come out on the screen, in pixels."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,7 +15,7 @@ from rowprop.errors import InvalidInput
 
 
 def test_every_public_name_and_argument_is_in_the_catalogue():
-    # Red with a public function, method or argument that tests/hostile_cases.py does not name.
+    # Red with a public function, method or argument that tools/hostile_cases.py does not name.
     assert [*missing()] == []
 
 

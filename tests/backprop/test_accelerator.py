@@ -1,0 +1,184 @@
+"""Backwards on the emulated device: the CPU's gradients, no operand on the host, and no wait that no report mentions.
+
+They run in the second pass of the suite, `pytest --as-accelerator`, which makes the device known before any backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import test_cuda_rules
+import test_rules
+import test_tokens
+import torch
+from torch import Tensor, nn
+
+import rowprop
+import zoo
+from accelerator import Accelerator, Moving, OnDevice
+from cuda_kernels import installed
+from rowprop.backprop import rowgrad
+from rowprop.backprop.rules.apply import apply_rule
+from rowprop.backprop.sliced import Densify
+from rowprop.backprop.watch import Report
+
+pytestmark = pytest.mark.skipif(not Accelerator.ready, reason="needs --as-accelerator, and a torch that can")
+
+Take = Callable[[Tensor], Tensor]
+Forward = AbstractContextManager[Any]
+"""Inside, the forward runs: nothing on the CPU, and on the second device a :class:`Moving`."""
+Gradients = Callable[[Forward, Take], list[Tensor | None]]
+
+REPEATED = [0, 2, 2, 5]
+CELLS = [f"_thnn_fused_{kind}" for kind in ("lstm_cell", "lstm_cell_backward_impl", "gru_cell", "gru_cell_backward")]
+OTHERWISE: dict[str, set[str]] = {
+    "in_place_rows": {"slice"},  # the CPU undoes the write by as_strided, a device written in Python by the view itself
+}
+
+
+def packets(report: Report) -> set[str]:
+    # The emulated device's tensors tell of no memory that they share, so no write is known to show in what is viewed.
+    hidden = "the gradient is written to through a view"
+    return {name.partition(".")[0] for name, met in report.densified.items() if not met.reason.startswith(hidden)}
+
+
+class Noting(Accelerator):
+    """Notes the faults of a backward: an error that leaves a backward on such a device ends the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: list[str] = []
+
+    def refuse(self, why: str) -> None:
+        self.faults.append(why)
+
+    def guarded(self, rule: Any, op: Any, *operands: Any) -> Any:
+        """Run a rule; where it raises, the op densifies."""
+        try:
+            return apply_rule(rule, op, *operands)
+        except Exception as error:
+            self.faults.append(f"the rule of {op}: {type(error).__name__}: {error}".partition("\n")[0])
+            return Densify("its rule raised")
+
+
+def there(gradients: Gradients, take: Callable[[Tensor, Tensor], Tensor], rows: Tensor) -> tuple[Any, ...]:
+    """The gradients on the emulated device, the waits of the backward, and its faults."""
+    moving, begun = Moving(), 0
+    with Noting() as device, torch.autograd.set_multithreading_enabled(False):
+
+        def leave(losses: Tensor) -> Tensor:
+            nonlocal begun
+            assert isinstance(losses, OnDevice)
+            moving.stop()
+            device.faults.clear()
+            begun = device.count
+            return take(losses, OnDevice(rows))
+
+        with mock.patch.object(rowgrad, "apply_rule", device.guarded):
+            return gradients(moving, leave), device.seen[begun:], device.faults
+
+
+PARTS = {"add", "a part of the batch"}
+"""What follows from such a write: a dense gradient that others are added to. And on a device nobody counts the kept
+rows of a part of the batch: one that may have no more than are kept runs whole."""
+
+
+def check(name: str, gradients: Gradients, index: list[int], tolerance: float) -> None:
+    """The gradients of the dense truth on the CPU, and nothing that the CPU's own backward does not need."""
+
+    def pick(losses: Tensor, rows: Tensor) -> Tensor:
+        return rowprop.pick(losses, rows, batchnorm="exact")
+
+    rows = torch.tensor(index)
+    expected = gradients(nullcontext(), lambda losses: losses[rows])
+    with rowprop.watch() as here:
+        gradients(nullcontext(), lambda losses: pick(losses, rows))
+    _, needed, _ = there(gradients, lambda losses, rows: losses[rows], rows)
+    with rowprop.watch() as report:
+        actual, waits, faults = there(gradients, pick, rows)
+    assert not faults, faults
+    parts = PARTS if name.startswith(("in_place_", "pad", "setitem")) else set()
+    assert packets(report) <= packets(here) | OTHERWISE.get(name, set()) | parts, report
+    assert len(waits) - len(needed) <= sum(report.waited.values()), (waits, report)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a is None) == (e is None)
+        if a is not None and e is not None:
+            torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(test_rules.CASES.keys() - {"ctc_joined"})
+)  # its index.cpu() stays on this device
+# Red when: a rule makes a tensor without `device=`, reads a count unchecked, or asks device.type.
+def test_a_rule_gives_the_gradients_of_the_cpu(name: str):
+    def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
+        with forward:
+            return test_rules.run(name, take, channels_last=False)
+
+    with installed(*CELLS):
+        for rows in ([1, 4], REPEATED):
+            check(name, gradients, rows, 1e-9)
+
+
+@pytest.mark.parametrize("name", test_tokens.BETWEEN)
+# Red when: what follows from the tokens' places is made on the host, or copied there and back one by one.
+def test_what_models_do_between_tokens_has_the_gradients_of_the_cpu(name: str):
+    torch.manual_seed(5)
+    x, w = torch.randn(40, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64).requires_grad_()
+
+    def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
+        w.grad = None
+        with forward:
+            take((test_tokens.BETWEEN[name](x @ w).tanh() @ w).square().sum(-1).flatten()).sum().backward()
+        return [w.grad]
+
+    check(name, gradients, [1, 77, 150, 77], 1e-9)
+
+
+@pytest.mark.parametrize("way", ["exact", "cut"])
+@pytest.mark.parametrize("mask", ["a quarter", "uneven"])
+def test_a_decoders_tokens_have_the_gradients_of_the_cpu(mask: str, way: str):
+    # Red when: kept tokens are counted on the host, or their places are made there.
+    model, kept = test_tokens.Decoder(packed=True), test_tokens.MASKS[mask]
+
+    def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
+        model.zero_grad()
+        with forward:
+            losses = test_tokens.LOSSES["shifted by a pad"](model(test_tokens.IDS), test_tokens.LABELS)
+            take(losses).mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients(nullcontext(), lambda losses: rowprop.pick(losses, kept, attention=way))
+    with installed(), rowprop.watch() as report:
+        actual, waits, faults = there(gradients, lambda x, mask: rowprop.pick(x, mask, attention=way), kept)
+    assert not faults, faults
+    assert len(waits) <= 1 + sum(report.waited.values()), (waits, report)  # pick counts the mask
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda e: e.name)
+def test_a_model_of_the_zoo_has_the_gradients_of_the_cpu(entry: zoo.Entry):
+    def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
+        def losses(model: nn.Module, batch: zoo.Batch) -> Tensor:
+            with forward:
+                return entry.losses(model, batch)
+
+        return list(zoo.backward(replace(entry, losses=losses), torch.float64, take).grads.values())
+
+    with installed(*CELLS):
+        check(entry.name, gradients, list(zoo.ROWS), 1e-9)
+
+
+@pytest.mark.parametrize("name", test_cuda_rules.CASES)
+def test_a_kernel_of_cuda_gives_the_same_gradients(name: str):
+    def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
+        with forward:
+            return test_cuda_rules.gradients(test_cuda_rules.CASES[name], take)[0]
+
+    with installed():
+        check(name, gradients, REPEATED, 1e-5)

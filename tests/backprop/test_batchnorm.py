@@ -1,0 +1,257 @@
+"""``batchnorm=None``, the default: exact where few rows are kept, projected where many are, and one warning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rowprop
+from batchnorm import fewest_rows
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rows import RowSet
+from rowprop.backprop.rules import norms
+from rowprop.backprop.sliced import RowSlice
+from rowprop.engines import Sliced
+from rowprop.thinning.drawn import drawn_rows
+
+N = 64
+(RESULT,) = (Path(__file__).parents[2] / "benchmarks" / "results").glob("*-batchnorm-border.json")
+BORDER = json.loads(RESULT.read_text())["border"]
+
+
+@pytest.fixture
+def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test the process has met no BatchNorm yet."""
+    monkeypatch.setattr(norms, "_warned", [])
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(32, 1)).double()
+
+
+class Compiled(nn.Module):
+    """A compiled model that has the parameters of the model it was made of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        torch._dynamo.reset()
+        self.model, self.run = model, [torch.compile(model, backend="rowprop", options={"kernels": "eager"})]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run[0](x)
+
+
+def gradient(model: Callable[[Tensor], Tensor], take: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Of the taken rows' mean loss to the batch and all parameters, as one vector."""
+    x = x.clone().requires_grad_()
+    leaves = [x, *(model.parameters() if isinstance(model, nn.Module) else ())]
+    found = torch.autograd.grad(take(model(x).square().flatten(1).sum(1)).mean(), leaves)
+    return torch.cat([g.flatten() for g in found])
+
+
+@pytest.mark.parametrize("kept", [1, 2, 4, 8])
+def test_few_rows_have_the_gradient_of_plain_indexing(kept: int):
+    # Red: the default is "rows".
+    model, rows = mlp(), torch.randperm(N, generator=torch.Generator().manual_seed(0))[:kept]
+    x = torch.randn(N, 10, dtype=torch.float64)
+    expected = gradient(model, lambda losses: losses[rows], x)
+    found = gradient(model, lambda losses: rowprop.pick(losses, rows), x)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
+    projected = gradient(model, lambda losses: rowprop.pick(losses, rows, batchnorm="rows"), x)
+    assert (projected - expected).norm() > 0.3 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("shape", "border"),
+    [((3,), 32), ((3, 1), 32), ((3, 2), 16), ((3, 1, 1), 32), ((3, 2, 1), 16), ((3, 8, 8), 16), ((3, 1, 2, 2), 16)],
+    ids=str,
+)
+# Red: the positions of a row do not count, or only those of 2d; 15 rows are enough where positions are many.
+def test_each_side_of_the_border(shape: tuple[int, ...], border: int):
+    torch.manual_seed(0)
+    x, weight = torch.randn(N, *shape, dtype=torch.float64), torch.randn(N, *shape, dtype=torch.float64)
+
+    def model(x: Tensor) -> Tensor:
+        return torch.nn.functional.batch_norm(x, None, None, training=True) + weight
+
+    for kept, policy in ((border - 1, "exact"), (border, "rows")):
+        rows = torch.arange(kept)
+        with rowprop.watch() as report:
+            found = gradient(model, lambda losses, rows=rows: rowprop.pick(losses, rows), x)
+        named = gradient(model, lambda losses, r=rows, p=policy: rowprop.pick(losses, r, batchnorm=p), x)
+        assert torch.equal(found, named)
+        reasons = [entry.reason for entry in report.densified.values()]
+        assert [reason.startswith("batchnorm=None is 'exact' for fewer than 16") for reason in reasons] == [True] * (
+            policy == "exact"
+        )
+
+
+def test_rows_merged_with_time_count_as_positions():
+    # Red: only the dimensions behind the channels are positions.
+    torch.manual_seed(0)
+    norm, x = nn.BatchNorm1d(3).double(), torch.randn(N, 2, 3, dtype=torch.float64)
+
+    def model(x: Tensor) -> Tensor:
+        return norm(x.flatten(0, 1)).view(N, 6)
+
+    with rowprop.watch() as report:
+        gradient(model, lambda losses: rowprop.pick(losses, torch.arange(16)), x)
+    assert not report.densified
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize(("kept", "took"), [(4, "exact"), (40, "rows")])
+def test_the_first_choice_is_told_once(kept: int, took: str):
+    # Red: nobody is told, or in every backward; the other choice is named.
+    model, x = mlp(), torch.randn(N, 10, dtype=torch.float64)
+    with pytest.warns(UserWarning) as caught:
+        gradient(model, lambda losses: rowprop.pick(losses, torch.arange(kept)), x)
+    (warning,) = caught
+    assert f", and takes '{took}'. Measured, 'rows' is up to " in str(warning.message)
+    for again in (4, 40):
+        gradient(model, lambda losses, again=again: rowprop.pick(losses, torch.arange(again)), x)
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize("policy", ["rows", "exact"])
+def test_a_named_policy_is_silent_and_what_it_says(policy: str):
+    # Red: named policies are told; "rows" densifies where few rows are kept, or "exact" projects where many are.
+    model, x = mlp(), torch.randn(N, 10, dtype=torch.float64)
+    for kept in (2, 40):
+        with rowprop.watch() as report:
+            gradient(model, lambda losses, kept=kept: rowprop.pick(losses, torch.arange(kept), batchnorm=policy), x)
+        assert ("native_batch_norm_backward" in report.densified) == (policy == "exact")
+    assert not norms._warned
+
+
+def test_the_warning_tells_what_was_measured():
+    # Red: a figure of the warning, or the border, is another than the result's.
+    assert fewest_rows([e for e in BORDER if e["network"].startswith("1d")]) == norms.FEWEST_VALUES
+    assert fewest_rows([e for e in BORDER if e["network"].startswith("2d")]) == norms.FEWEST_ROWS
+    many = [e for e in BORDER if e["K"] >= norms.FEWEST_ROWS and e["values"] >= norms.FEWEST_VALUES]
+    few = [e for e in BORDER if e not in many]
+    random, top = (max(e[f"{selection} error"] for e in many) for selection in ("random", "top-k"))
+    worst = max(e[f"{selection} error"] for e in few for selection in ("random", "top-k"))
+    costs = [e["random exact FLOPs"] for e in BORDER]
+    figures = [random, top, worst, min(costs), max(costs)]
+    words = "up to {:.0f} % off with .* \\({:.0f} % .*, up to {:.0f} % with fewer; 'exact' costs {:.0f} to {:.0f} % of"
+    assert re.search(words.format(*(100 * figure for figure in figures)), norms._MEASURED)
+
+
+# --- several policies -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("meet", ["added", "joined"])
+@pytest.mark.parametrize(
+    ("policies", "kept", "exact"),
+    [
+        (("rows", None), 4, True),  # None is exact for few rows
+        ((None, "rows"), 4, True),
+        (("rows", None), 20, False),
+        ((None, "exact"), 20, True),
+        (("rows", "exact"), 20, True),
+        ((None, None), 20, False),  # 20 and 20 rows are 40
+        ((None, None), 4, True),
+        (("rows", "rows"), 4, False),
+    ],
+)
+# Red: the union has the policy of its first pick, or "rows" wins over None.
+def test_picks_of_unlike_policies_take_the_one_that_approximates_least(meet, policies, kept, exact):
+    torch.manual_seed(0)
+    x, norm = torch.randn(2 * N, 5, dtype=torch.float64, requires_grad=True), nn.BatchNorm1d(5).double()
+    hidden = norm(x)
+    if meet == "added":
+        parts, starts = [hidden.square().sum(1), hidden.exp().sum(1)], (0, kept)
+    else:  # the backward of chunk joins the gradients of its pieces
+        parts, starts = [part.square().sum(1) for part in hidden.chunk(2)], (0, 0)
+
+    def take(losses: Tensor, start: int, policy: object) -> Tensor:
+        rows = torch.arange(start, start + kept)
+        return (losses[rows] if policy == "plain" else rowprop.pick(losses, rows, batchnorm=policy)).sum()
+
+    def backward(policies: tuple[object, object]) -> Tensor:
+        loss = sum(take(*given) for given in zip(parts, starts, policies, strict=True))
+        return torch.autograd.grad(loss, x, retain_graph=True)[0]
+
+    with rowprop.watch() as report:
+        found = backward(policies)
+    assert ("native_batch_norm_backward" in report.densified) == exact
+    expected = backward(("plain", "plain"))
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12) == exact
+
+
+def test_rows_that_thinning_drew_count_as_those_they_were_drawn_from():
+    # Red: the rows that are left count: 40 rows of a pick, of which 8 are left, would take the exact gradient.
+    index = torch.arange(40)
+    picked = RowSet(index, N, unique=True, batchnorm=None)
+    thinned = drawn_rows(picked, torch.arange(8), torch.full((8,), 5.0, dtype=torch.float64))
+    layout = Layout(0, N)
+    for rows, few in ((thinned, False), (RowSet(index[:8], N, unique=True, batchnorm=None), True)):
+        g = RowSlice(torch.zeros(8, 3), rows, layout, (N, 3))
+        assert (norms._needs_all_rows(g) is not None) == few
+
+
+# --- compiled regions -------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_region_decides_as_eager_mode_does():
+    # Red: the region keeps the choice of its first backward for every number of rows.
+    model, x = mlp(), torch.randn(N, 10, dtype=torch.float64)
+    compiled = Compiled(model)
+    for kept in (4, 40, 31, 32, 8, 1):
+        rows = torch.arange(kept)
+        found, expected = (gradient(m, lambda t, rows=rows: rowprop.pick(t, rows), x) for m in (compiled, model))
+        torch.testing.assert_close(found, expected)
+        plain = gradient(model, lambda t, rows=rows: t[rows], x)
+        assert torch.allclose(found, plain) == (kept < 32)
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_a_warning_that_a_filter_made_an_error_is_no_failed_trace():
+    # Red: the region runs at full size from there on.
+    model, x = Compiled(mlp()), torch.randn(N, 10, dtype=torch.float64)
+    with pytest.raises(UserWarning, match="batchnorm=None meets"):  # as pyproject.toml asks for
+        gradient(model, lambda losses: rowprop.pick(losses, torch.arange(40)), x)
+    with rowprop.watch() as report:
+        gradient(model, lambda losses: rowprop.pick(losses, torch.arange(40)), x)
+    assert not report.densified
+
+
+# --- those who pass it on ---------------------------------------------------------------------------------------------
+
+
+def losses_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().sum(1)
+
+
+@pytest.mark.parametrize(("keep", "status"), [(0.125, "exact"), (0.5, "by design")])
+def test_verify_takes_the_default_and_tells_the_projection(keep: float, status: str):
+    # Red: verify's default is "rows", or it knows the projection of "rows" only.
+    result = rowprop.verify(mlp(), torch.randn(N, 10, dtype=torch.float64), losses_of, keep=keep)
+    assert (result.batchnorm, result.status) == (None, status)
+    assert ("projected over the kept rows" in result.verdict) == (status == "by design")
+
+
+def test_the_step_takes_the_default():
+    # Red: Sliced has another default than pick.
+    assert Sliced().batchnorm is None
+    model, x = mlp(), torch.randn(N, 10, dtype=torch.float64)
+    loss, record = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.125), engine="sliced")(x)
+    loss.backward()
+    expected = torch.autograd.grad(losses_of(model, x)[record.selection.rows].mean(), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_the_plan_names_the_default():
+    # Red: the plan calls the gradient of None the same as plain indexing's.
+    plan = rowprop.plan(mlp(), torch.randn(N, 10, dtype=torch.float64), losses_of, keep=0.5, rounds=1)
+    assert {way.gradient for way in plan.ways if way.engine == "sliced"} == {"by policy"}

@@ -1,0 +1,339 @@
+"""README and docs are true: their code runs, their commands exist, their links, names and figures are found."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rowprop.app.cli import app
+from rowprop.app.page import templates
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    path.stem: path
+    for path in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "ARCHITECTURE.md",
+        ROOT / "SECURITY.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]
+}
+TEXTS = {name: path.read_text() for name, path in PAGES.items()}
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+RESULTS = {path.name: path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.md")}
+
+
+def blocks(text, *languages):
+    return [body for language, body in FENCED.findall(text) if language in languages]
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+
+WITH_CODE = sorted(name for name, text in TEXTS.items() if blocks(text, "python") and name != "ARCHITECTURE")
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """The environment that torchrun gives to a process that is alone."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+@pytest.mark.usefixtures("one_thread", "one_rank")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's own
+def test_the_code_of_a_page_runs_and_prints_what_it_says(name, capsys):
+    # One block after another, in one namespace. Red with any name misspelt in a block, or 1.3 for 1.2 in flops.md.
+    namespace = {"__name__": name}
+    for language, body in FENCED.findall(TEXTS[name]):
+        if language == "python":
+            exec(compile(body, f"{name}.md", "exec"), namespace)
+            printed = capsys.readouterr().out.splitlines()
+            said = re.findall(r"^print\(.*\)  # (.*)$", body, re.MULTILINE)
+            assert said == [line for line in printed if line in said]
+        elif language == "text":  # the last lines that the block before it printed
+            quoted = body.splitlines()
+            for wanted, found in zip(quoted, printed[-len(quoted) :], strict=True):
+                assert " ms" in wanted or same_but_for_rounding(found, wanted), (found, wanted)
+
+
+def same_but_for_rounding(found, wanted):
+    """Whether two lines agree in words and numbers; the engine is up to the clock."""
+    number, engine = r"\d+(?:\.\d+)?", r"\b(?:sliced|recompute|masked)\b"
+    words = [re.sub(engine, "engine", re.sub(number, "#", line)) for line in (found, wanted)]
+    figures = [[float(figure) for figure in re.findall(number, line)] for line in (found, wanted)]
+    return words[0] == words[1] and figures[0] == pytest.approx(figures[1], abs=0.01)
+
+
+def test_the_first_script_of_the_readme_is_short_and_complete():
+    script = blocks(TEXTS["README"], "python")[0]
+    assert len(script.splitlines()) < 25
+    assert "import torch" in script
+
+
+# --- the examples of ARCHITECTURE.md ----------------------------------------------------------------------------------
+
+PROOFS = {  # the file of tests that a block of ARCHITECTURE.md enters something in -> its tests of that entry
+    "tools/zoo.py": ("tests/backprop/test_zoo.py", "mlp_with_equations"),
+    "tests/cost/test_flops.py": ("tests/cost/test_flops.py", "test_cross_products"),
+    "tools/laws.py": ("tests/test_laws.py", "Middle or half_of_the_loss or has_an_entry"),
+}
+
+
+def proven(folder, added):
+    """The output of pytest in a copy of the repository, each block at the place that its first line names."""
+    for part in ("src", "tests", "tools", "benchmarks"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    for file in ("pyproject.toml", "conftest.py"):
+        shutil.copy(ROOT / file, folder / file)
+    for body in added:
+        head, _, rest = body.partition("\n")
+        file, _, table = head.removeprefix("# ").partition(", in ")
+        text = (folder / file).read_text()
+        begin = re.search(rf"^{table}\b.* = [\[{{(].*\n", text, re.MULTILINE) if table else None
+        assert bool(begin) == bool(table), head
+        place = begin.end() if begin else len(text)
+        (folder / file).write_text(text[:place] + rest + text[place:])
+    files, names = zip(*PROOFS.values(), strict=True)
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    run += [*sorted(set(files)), "-k", " or ".join(names)]
+    environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+    return subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
+
+
+def test_the_additions_that_the_page_shows_work(tmp_path):
+    # Without the blocks of src/ each proof must fail, or it proves nothing. Red when: `local` is renamed, the formula
+    # counts 4 FLOPs, or a table of the page has another name.
+    added = blocks(TEXTS["ARCHITECTURE"], "python")
+    files = [body.split()[1].rstrip(",") for body in added]
+    assert {file for file in files if not file.startswith("src/")} == set(PROOFS)
+    said = proven(tmp_path / "with", added)
+    assert "passed" in said, said
+    assert not re.search("failed|error", said), said
+    said = proven(tmp_path / "without", [body for body in added if not body.startswith("# src/")])
+    assert all(re.search(rf"^(?:FAILED|ERROR) {file}", said, re.MULTILINE) for file, _ in PROOFS.values()), said
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def command_lines(text):
+    """Lines of shell blocks, fenced or indented."""
+    shell = "".join(blocks(text, "", "sh", "bash", "console"))
+    indented = re.findall(r"^    (\S.*)$", FENCED.sub("", text), re.MULTILINE)
+    return [line.strip() for line in [*shell.splitlines(), *indented]]
+
+
+ROWPROP = [(name, line) for name, text in TEXTS.items() for line in command_lines(text) if line.startswith("rowprop ")]
+INLINE = [
+    (name, code) for name, text in TEXTS.items() for code in re.findall(r"`(rowprop [^`]+)`", text.replace("\n", " "))
+]
+
+
+def group():
+    return typer.main.get_command(app)
+
+
+def parsed(line):
+    _, name, *arguments = shlex.split(line, comments=True)
+    command = group().commands[name]
+    return name, command.make_context(name, arguments, resilient_parsing=False)
+
+
+@pytest.mark.parametrize(("name", "line"), ROWPROP)
+def test_the_command_line_takes_the_commands_of_the_pages(name, line):
+    # Red with an option misspelt on a page.
+    called, _ = parsed(line)
+    assert called in ("compare", "verify", "flops", "profile", "plan")
+
+
+def test_options_named_in_sentences_exist():
+    commands = group().commands
+    for name, code in INLINE:
+        command = commands.get(code.split()[1])
+        assert command is not None, (name, code)
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", code)) <= known, (name, code)
+    for name, line in ROWPROP:  # a comment behind a command names others of its options
+        _, context = parsed(line)
+        known = {option for parameter in context.command.params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", line.partition("#")[2])) <= known, (name, line)
+
+
+def test_the_commands_of_the_readme_run_on_its_module(tmp_path, monkeypatch):
+    # Red when `make` returns what no command takes.
+    monkeypatch.chdir(tmp_path)
+    (module,) = [body for body in blocks(TEXTS["README"], "python") if body.startswith("# your_module.py")]
+    Path("your_module.py").write_text(module)
+    ran = []
+    for line in blocks(TEXTS["README"], "")[-1].splitlines():
+        if "your_module:make" in line:
+            _, name, *arguments = shlex.split(line, comments=True)
+            answer = CliRunner().invoke(app, [name, *arguments], catch_exceptions=False)
+            assert answer.exit_code == 0, answer.output
+            ran.append(name)
+    assert ran == ["verify", "plan", "flops", "profile"]
+
+
+# --- links, names, figures --------------------------------------------------------------------------------------------
+
+
+def anchors(path):
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_links_lead_to_files_and_headings(name):
+    for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[name].replace("\n", " ")):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (PAGES[name].parent / file).resolve() if file else PAGES[name]
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_has_its_line_in_the_order():
+    # Red with the line of tokens.md taken out of docs/index.md, or given twice.
+    listed = re.findall(r"^\* \[[^\]]*\]\(([\w./-]+)\)", TEXTS["index"], re.MULTILINE)
+    pages = {f"../{page.relative_to(ROOT)}" for page in (*ROOT.glob("*.md"), *ROOT.glob("notebooks/*.ipynb"))} | {
+        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
+    }
+    assert sorted(listed) == sorted(pages - {"index.md"})
+
+
+def test_the_note_on_security_is_true_of_the_source():
+    # Red with `import pickle` in a module, a torch.load without weights_only=True, a second download, or a page that
+    # jinja fills in without escaping.
+    package = ROOT / "src" / "rowprop"
+    said = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    calls = r"\b(?:pickle|marshal|shelve|dill)\b|torch\.load\((?!.*weights_only=True)|np\.load\(|\beval\(\w|\bexec\("
+    assert [(name, found) for name, text in said.items() for found in re.findall(calls, text)] == []
+    assert {name for name, text in said.items() if re.search(r"urlopen|urlretrieve|\brequests\b", text)} == {
+        "app/compare/data.py"
+    }
+    assert {name for name, text in said.items() if "gather_object" in text} == {
+        "history/losses.py", "integrations/shared.py",
+    }  # fmt: skip
+    assert {name for name, text in said.items() if "jinja2.Environment(" in text} == {"app/page.py"}
+    pages = [name for name in templates().list_templates() if ".html" in name]
+    assert "compare/report.html.j2" in pages
+    assert all(templates().autoescape(name) for name in (None, *pages))
+
+
+def test_files_named_on_the_pages_exist():
+    named = r"\b((?:scripts|benchmarks|examples|tests|src|docs)/[\w./-]*\w)"
+    missing = [
+        (name, file) for name, text in TEXTS.items() for file in re.findall(named, text) if not (ROOT / file).exists()
+    ]
+    assert missing == []
+
+
+RESOLVE = """
+import functools, sys
+import rowprop
+for name in sys.argv[1:]:
+    try:
+        functools.reduce(getattr, name.split(".")[1:], rowprop)
+    except AttributeError as error:
+        print(name, error)
+"""
+
+
+def test_names_on_the_pages_are_there_after_import_rowprop():
+    # In a process of its own: here other tests have imported modules. Red with rowprop.oracle.verify.Comparison on a
+    # page.
+    named = {found for text in TEXTS.values() for found in re.findall(r"\browprop(?:\.[A-Za-z_]\w*)+", text)}
+    named = {name for name in named if not name.startswith("rowprop.integrations")}  # these are imported by name
+    named -= {"rowprop.egg"}
+    answer = subprocess.run([sys.executable, "-c", RESOLVE, *sorted(named)], capture_output=True, text=True, check=True)
+    assert answer.stdout == ""
+
+
+def test_the_drawn_figures_are_what_was_measured():
+    # Red with a figure of the result changed, or a line of draw.py, without `python docs/figures/draw.py`.
+    drawn = runpy.run_path(str(ROOT / "docs" / "figures" / "draw.py"))["pictures"]()
+    assert len(drawn) == 2
+    for name, picture in drawn.items():
+        assert (ROOT / "docs" / "figures" / name).read_text() == picture, name
+
+
+def steps_measured(result):
+    """(model, engine) -> ratio and limit at each keep, as the pages print them."""
+    found = {}
+    parts = re.split(r"^## (\w+): (N = \d+).*$", RESULTS[result], flags=re.MULTILINE)
+    for model, size, rows in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        for line in re.findall(r"^\| \d.*$", rows, re.MULTILINE):
+            _, _, _, engine, ratio, limit, *_ = (cell.strip() for cell in line.split("|"))
+            ratio, limit = f"{float(ratio.split()[0]):.2f}", f"{float(limit):.2f}"
+            said = f"{ratio} ({limit})" if engine == "sliced" else ratio
+            found.setdefault((f"{model}, {size}".lower(), engine), []).append(said)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("README", "2026-11-21-cpu-1-threads.md"),
+        ("compile", "2026-11-21-cpu-1-threads-compiled.md"),
+    ],
+)
+def test_tables_of_steps_are_what_was_measured(name, result):
+    measured, model, seen = steps_measured(result), "", 0
+    for line in re.findall(r"^\|.*`(?:sliced|recompute)` \| \d.*$", TEXTS[name], re.MULTILINE):
+        _, label, engine, *cells, _ = (cell.strip() for cell in line.split("|"))
+        model = label.lower() or model
+        assert cells == measured[model, engine.strip("`")], line
+        seen += 1
+    assert seen == sum(engine != "masked" for _, engine in measured)
+
+
+def test_the_table_of_methods_is_what_was_measured():
+    text = RESULTS["2026-11-21-recipes-cpu-1-threads.md"].partition("\n## ")[2].partition("\n## ")[0]
+    measured = {}
+    for line in re.findall(r"^\| [a-z].*$", text, re.MULTILINE)[1:]:
+        method, accuracy, _, seconds, of_full, _, backpropagated = (cell.strip() for cell in line.strip("|").split("|"))
+        measured[method] = [accuracy, seconds, of_full, re.findall(r"\((.*)\)", backpropagated)[0]]
+    printed = {}
+    for line in re.findall(r"^\| [a-z+-]+[a-z0-9+-]* \| \d+\.\d+ ± .*$", TEXTS["README"], re.MULTILINE):
+        method, accuracy, seconds, of_full, _, backpropagated = (cell.strip() for cell in line.strip("|").split("|"))
+        printed[method] = [accuracy, seconds, of_full, backpropagated]
+    assert printed == measured
+
+
+def test_the_table_of_batchnorm_is_what_was_measured():
+    rows = re.findall(r"^\| (?:all|top-k|random) .*$", TEXTS["batchnorm"], re.MULTILINE)
+    assert len(rows) == 7
+    assert set(rows) <= set(RESULTS["2026-11-21-batchnorm.md"].splitlines())
+    rows = re.findall(r"^\| [12]d .*$", TEXTS["batchnorm"], re.MULTILINE)
+    assert len(rows) == 9
+    assert set(rows) <= set(RESULTS["2026-11-25-batchnorm-border.md"].splitlines())
+
+
+def test_tables_of_grpo_are_what_was_measured():
+    # Red with a figure changed on the page.
+    (result,) = (text for file, text in RESULTS.items() if "-grpo-update-" in file)
+    measured = re.findall(r"^\| \d+% .*$", result, re.MULTILINE)
+    assert len(measured) == 10
+    assert re.findall(r"^\| \d+% .*$", TEXTS["grpo"], re.MULTILINE) == measured
+
+
+@pytest.mark.parametrize("name", ["sft-head", "sft-trl"])
+def test_tables_of_fine_tuning_are_what_was_measured(name):
+    # Red with a figure changed on the page, or the results measured again without --page.
+    (result,) = (text for file, text in RESULTS.items() if f"-{name}-" in file)
+    measured = re.findall(r"^\| \d+ % .*$", result, re.MULTILINE)
+    assert len(measured) >= 16
+    assert "\n".join(measured) in TEXTS["supervised-fine-tuning"]

@@ -1,0 +1,646 @@
+"""The pruning sampler draws by InfoBatch's rule, fairly, and goes on in the middle of an epoch."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+
+import rowprop
+from rowprop.errors import InvalidInput
+from rowprop.history import LossHistory, PruningSampler, StaleScorer, WithIds
+from rowprop.selection import RandomRows, TopK
+
+TWO_WORKERS = pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def remembering(losses: Tensor, size: int | None = None) -> LossHistory:
+    history = LossHistory(size)
+    history.update(torch.arange(len(losses)), losses)
+    return history
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prune", [0, 0.1, 0.3, 0.5, 0.7, 0.99])
+@pytest.mark.parametrize("size", [None, 50])
+def test_easy_rows_are_thinned_and_the_rest_of_them_stand_for_all(prune, size):
+    # Red when: `<=` for `<` (a row at the mean is then easy), the mean is over all rows, the factor is 1 / (1 - prune),
+    # rows without a loss are easy, or the count is rounded down.
+    losses = torch.tensor([1.0, 2.0, 2.0, 3.0, 0.0, 4.0, 2.0, 1.0, 3.0, 2.0] * 5)  # their mean is one of them
+    losses[[3, 7]], losses[1] = math.nan, math.inf
+    values = losses.tolist()
+    mean = sum(Fraction(x) for x in values if math.isfinite(x)) / int(losses.isfinite().sum())
+    assert mean == 2
+    easy = {row for row, x in enumerate(values) if math.isfinite(x) and Fraction(x) < mean}
+    count = max(1, math.ceil((1 - Fraction(str(prune))) * len(easy)))
+
+    history = remembering(losses, size)
+    for seed in range(5):
+        sampler = PruningSampler(history, num_rows=50, epochs=10, prune=prune, seed=seed)
+        rows = list(sampler)
+        weights = history.weights_of(torch.arange(50))
+        assert len(sampler) == len(rows) == len(set(rows)) == 50 - sampler.num_pruned
+        assert set(range(50)) - set(rows) <= easy
+        assert len(easy & set(rows)) == count
+        for row in range(50):
+            expected = 0 if row not in rows else len(easy) / count if row in easy else 1
+            assert weights[row].item() == pytest.approx(expected, rel=1e-6), row
+        assert weights.double().sum().item() == pytest.approx(50, rel=1e-6)
+
+
+def test_rows_of_one_loss_and_rows_never_seen_all_come():
+    # Red when: rounding puts equal losses below their mean (a mean in float32), or no loss at all is pruned.
+    for losses in (torch.full((1000,), 0.1), torch.full((9,), math.nan)):
+        sampler = PruningSampler(remembering(losses), num_rows=len(losses), epochs=4)
+        assert sorted(sampler) == list(range(len(losses))) and sampler.num_pruned == 0
+
+
+@pytest.mark.parametrize(
+    ("epochs", "full_after", "pruned"),
+    # Original: pruned while epoch + 1 <= epochs * delta. With 0.7 * 10 and 0.29 * 100 floats are beside the number.
+    [
+        (10, 0.875, 8),
+        (200, 0.875, 175),
+        (8, 0.875, 7),
+        (10, 0.7, 7),
+        (100, 0.29, 29),
+        (1, 0.875, 0),
+        (3, 1, 3),
+        (3, 0, 0),
+    ],
+)
+def test_the_last_epochs_are_full_and_count_plainly(epochs, full_after, pruned):
+    # Red when: the comparison is with the unrounded product (10 * 0.875: one epoch more), or the factors stay on.
+    history = remembering(torch.rand(20, generator=seeded(3)))
+    sampler = PruningSampler(history, num_rows=20, epochs=epochs, full_after=full_after)
+    lengths, weights = [], []
+    for _ in range(epochs):
+        lengths.append(len(list(sampler)))
+        weights.append(history.weights_of(torch.arange(20)))
+    assert [length < 20 for length in lengths] == [True] * pruned + [False] * (epochs - pruned)
+    assert all(bool((weight == 1).all()) == (length == 20) for weight, length in zip(weights, lengths, strict=True))
+
+
+def test_epochs_and_seeds_differ_and_nothing_else_is_seeded_or_used_up():
+    # Red when: the generator is seeded by the seed alone, or torch's own is drawn from.
+    history = remembering(torch.rand(40, generator=seeded(3)))
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first, again, other = (PruningSampler(history, num_rows=40, epochs=9, seed=seed) for seed in (1, 1, 2))
+    orders = [list(first), list(first), list(other)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert orders[0] == list(again) and len({tuple(order) for order in orders}) == 3
+    straight = PruningSampler(history, num_rows=40, epochs=9, seed=1, shuffle=False)
+    assert sorted(orders[0]) == list(straight)
+
+
+# --- no bias ----------------------------------------------------------------------------------------------------------
+
+DRAWS = 5_000
+
+
+def standard_errors(draws: Tensor, truth: Tensor) -> float:
+    """Largest distance of the mean of ``draws`` (D, P) from ``truth`` (P,), in standard errors."""
+    error = draws.std(0) / math.sqrt(len(draws))
+    return float(((draws.mean(0) - truth).abs() / error.clamp(min=1e-12)).max())
+
+
+def rows_gradients() -> tuple[Tensor, Tensor]:
+    """Losses (N,) and gradients (N, P) of the rows of a small model, one at a time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x, y = torch.randn(40, 4).double(), torch.randn(40).double()
+    losses = (model(x).squeeze(1) - y).square()
+    grads = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)])
+        for loss in losses
+    ]
+    return losses.detach(), torch.stack(grads)
+
+
+def test_over_many_draws_the_gradient_is_the_full_one():
+    # Red when: the factor is left at 1 (the biased twin below), or the same rows are drawn in every epoch.
+    losses, grads = rows_gradients()
+    history = remembering(losses)
+    ids, factors = torch.arange(40), []
+    for seed in range(DRAWS):
+        iter(PruningSampler(history, num_rows=40, epochs=1, full_after=1, prune=0.6, seed=seed))
+        factors.append(history.weights_of(ids))
+    weights = torch.stack(factors).double()
+    truth = grads.mean(0)
+    assert standard_errors(weights @ grads / 40, truth) < 4
+    kept = (weights > 0).double()
+    assert standard_errors(kept @ grads / kept.sum(1, keepdim=True), truth) > 20
+    easy = losses < losses.mean()
+    expected = math.ceil(0.4 * int(easy.sum())) / int(easy.sum())
+    error = math.sqrt(expected * (1 - expected) / DRAWS)
+    assert (kept[:, easy].mean(0) - expected).abs().max() < 4 * error  # every easy row has the same chance
+    assert (kept[:, ~easy] == 1).all()
+
+
+def test_pruning_and_picking_multiply_and_stay_without_bias():
+    # Red when: the step does not multiply the history's factors into the selection's weights.
+    torch.manual_seed(1)
+    x, y = torch.randn(40, 4).double(), torch.randn(40).double()
+    model = nn.Linear(4, 1).double()
+
+    def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (model(batch[0]).squeeze(1) - batch[1]).square()
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+    truth = gradient(losses_fn(model, (x, y)).mean())
+    losses = losses_fn(model, (x, y)).detach()
+    draws, biased = [], []
+    for seed in range(1_000):
+        history = remembering(losses)
+        sampler = PruningSampler(history, num_rows=40, epochs=1, full_after=1, seed=seed)
+        ids = torch.tensor(list(sampler))
+        selective = rowprop.SelectiveBackprop(
+            model, losses_fn, RandomRows(0.5), history=history, engine="masked", generator=seeded(seed)
+        )
+        loss, record = selective((x[ids], y[ids]), ids=ids)
+        assert record.num_kept == math.ceil(len(ids) / 2) and record.num_rows == len(ids)
+        factors = history.weights_of(ids)[record.selection.rows]
+        torch.testing.assert_close(record.selection.weights, (factors / record.num_kept).double())
+        draws.append(gradient(loss) * len(ids) / 40)
+        biased.append(gradient(losses_fn(model, (x[ids], y[ids]))[record.selection.rows].mean()))
+        assert history.count_of(ids).sum() == record.num_kept + len(ids)
+    assert standard_errors(torch.stack(draws), truth) < 4
+    assert standard_errors(torch.stack(biased), truth) > 8
+
+
+# --- loaders and ranks ------------------------------------------------------------------------------------------------
+
+
+@TWO_WORKERS
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_loader_yields_what_the_sampler_draws(workers, drop_last):
+    # Red when: each epoch yields the rows of the first, or len() belongs to another epoch.
+    losses = torch.rand(30, generator=seeded(2))
+    samplers = [PruningSampler(remembering(losses), num_rows=30, epochs=4, seed=3) for _ in range(3)]
+    data = WithIds(TensorDataset(losses))
+    loader = DataLoader(data, 4, sampler=samplers[0], num_workers=workers, drop_last=drop_last)
+    grouped = DataLoader(data, batch_sampler=BatchSampler(samplers[1], 4, drop_last), num_workers=workers)
+    for epoch in range(4):
+        expected = list(iter(samplers[2]))
+        whole = len(expected) // 4 * 4 if drop_last else len(expected)
+        for each, sampler in ((loader, samplers[0]), (grouped, samplers[1])):
+            found = [(ids, rows) for ids, (rows,) in each]
+            assert torch.cat([ids for ids, _ in found]).tolist() == expected[:whole]
+            assert torch.equal(torch.cat([rows for _, rows in found]), losses[expected[:whole]])
+            assert len(sampler) == len(expected) and len(each) == len(found)
+            assert (sampler.epoch, sampler.next_epoch) == (epoch, epoch + 1)
+
+
+def test_progress_is_known_before_and_between_the_epochs_too():
+    # Red when: the first epoch counts as done before it begins, or an ended epoch as not begun.
+    sampler, after = (PruningSampler(remembering(torch.rand(30)), num_rows=30, epochs=4) for _ in range(2))
+    assert sampler.progress(0) == 0
+    list(sampler)
+    assert [sampler.progress(rows) for rows in (0, len(sampler) // 2, len(sampler))] == pytest.approx(
+        [0, len(sampler) // 2 / len(sampler) / 4, 0.25]
+    )
+    after.load_state_dict(sampler.state_dict())
+    assert after.progress(len(sampler)) == 0.25
+    for _ in range(5):
+        list(sampler)
+    assert sampler.progress(3) == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_epoch_of_whole_batches_has_nothing_left_to_resume(replicas):
+    # Red when: the rows of the dropped last batch are taken for the rest of the epoch.
+    losses = torch.rand(31, generator=seeded(2))
+    for rank in range(replicas):
+        options = dict(num_rows=31, epochs=4, num_replicas=replicas, rank=rank)
+        plain, whole, after = (
+            PruningSampler(remembering(losses), multiple_of=multiple, **options) for multiple in (1, 4, 4)
+        )
+        loader = DataLoader(WithIds(TensorDataset(losses)), 4, sampler=whole, drop_last=True)
+        for epoch in range(4):
+            trained = [row for ids, _ in loader for row in ids.tolist()]
+            assert len(trained) % 4 == 0 and trained == list(plain)[: len(trained)]
+            assert len(whole) == len(trained) > len(plain) - 4
+            after.load_state_dict(whole.state_dict(len(trained)))
+            assert after.next_epoch == epoch + 1 and whole.progress(len(trained)) == (epoch + 1) / 4
+            after.load_state_dict(whole.state_dict(4))
+            assert after.next_epoch == epoch and list(after) == trained[4:]
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+def test_ranks_share_one_draw_evenly(replicas):
+    # Red when: ranks draw with generators of their own, or are given blocks of different lengths.
+    losses = torch.rand(31, generator=seeded(2))
+    alone = list(PruningSampler(remembering(losses), num_rows=31, epochs=4))
+    shares = [
+        list(PruningSampler(remembering(losses), num_rows=31, epochs=4, num_replicas=replicas, rank=rank))
+        for rank in range(replicas)
+    ]
+    assert {len(share) for share in shares} == {math.ceil(len(alone) / replicas)}
+    together = [row for rows in zip(*shares, strict=True) for row in rows]
+    assert together == alone + alone[: len(together) - len(alone)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("trained", [0, 3, 8])
+def test_an_epoch_goes_on_where_training_was(replicas, trained):
+    # Red when: fetched rows count instead of trained ones, the rest is drawn anew, another row fills up after the
+    # resume, or the state of a rank is good for that rank alone.
+    def sampler(rank: int) -> PruningSampler:
+        return PruningSampler(
+            remembering(torch.rand(25, generator=seeded(2))), num_rows=25, epochs=5, num_replicas=replicas, rank=rank
+        )
+
+    before = [sampler(rank) for rank in range(replicas)]
+    for each in before:
+        list(each)
+    wholes = [list(each) for each in before]  # fetched to the end
+    state = before[0].state_dict(trained)
+    for rank in range(replicas):
+        after = sampler(rank)
+        after.history.load_state_dict(before[rank].history.state_dict())
+        after.load_state_dict(state)
+        after.history.update(torch.arange(25), torch.rand(25, generator=seeded(8)))  # training went on
+        before[rank].history.update(torch.arange(25), torch.rand(25, generator=seeded(8)))
+        assert (after.epoch, after.next_epoch, len(after)) == (1, 1, len(wholes[rank]) - trained)
+        again = after.state_dict(trained)  # at once: the same state
+        assert list(after) == wholes[rank][trained:]
+        assert again["trained"] == trained and torch.equal(again["order"], state["order"])
+        further = after.state_dict(trained + 1)
+        assert torch.equal(further["order"], state["order"][replicas:])
+        assert after.state_dict()["order"] is None
+        assert torch.equal(
+            after.history.weights_of(torch.arange(25)), before[rank].history.weights_of(torch.arange(25))
+        )
+        assert list(after) == list(before[rank]) and after.epoch == 2  # and the next epoch is the same again
+
+
+def test_between_epochs_a_state_begins_the_next():
+    # Red when: a finished epoch is resumed as an empty one.
+    history = remembering(torch.rand(25, generator=seeded(2)))
+    first, second = (PruningSampler(history, num_rows=25, epochs=5) for _ in range(2))
+    fresh = first.state_dict(0)
+    orders = [list(first), list(first)]
+    for state in (first.state_dict(), first.state_dict(len(orders[1]))):
+        second.load_state_dict(state)
+        assert (second.epoch, second.next_epoch) == (1, 2)
+        assert second.state_dict(len(orders[1])) == state == second.state_dict()
+    assert list(second) == list(first)
+    second.load_state_dict(fresh)
+    assert second.next_epoch == 0 and [list(second), list(second)] == orders
+
+
+# --- kill and resume --------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A training that can be saved after any batch: prunes, scores by old losses, picks."""
+
+    norm: type[nn.Module] = nn.BatchNorm1d
+    skips = -1  # the first id of the batches that the loop leaves out, modulo 5
+
+    def __init__(self, workers: int) -> None:
+        torch.manual_seed(0)
+        x = torch.randn(48, 5)
+        data = WithIds(TensorDataset(x, x.sum(1).sin() * (torch.arange(48) % 5)))
+        self.model = nn.Sequential(nn.Linear(5, 8), self.norm(8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = self.made_optimizer()
+        self.sampler = PruningSampler(LossHistory(48), num_rows=48, epochs=4, seed=1)
+        self.loader = DataLoader(data, 6, sampler=self.sampler, num_workers=workers, generator=seeded())
+        self.step = rowprop.SelectiveBackprop(
+            self.model,
+            self.losses_fn,
+            TopK(0.5),
+            scorer=StaleScorer(self.losses_fn, 2),
+            history=self.sampler,
+            engine="recompute",
+        )
+        self.trace: list[Any] = []
+
+    @staticmethod
+    def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (model(batch[0]).squeeze(1) - batch[1]).square()
+
+    def made_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+
+    def backward(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.step.Record]:
+        loss, record = self.step(batch, ids=ids)
+        loss.backward()
+        return loss, record
+
+    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.step.Record]:
+        """Take a step of the optimizer."""
+        result = self.backward(ids, batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return result
+
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "step": self.step}
+
+    def train(self, stop: int | None = None) -> None:
+        while self.sampler.next_epoch < self.sampler.epochs:
+            for ids, batch in self.loader:
+                if ids[0] % 5 == self.skips:
+                    continue
+                loss, record = self.learn(ids, batch)
+                selection = record.selection
+                chosen = selection.rows.tolist(), selection.weights.tolist()
+                self.trace.append((ids.tolist(), *chosen, loss.item(), self.step.progress))
+                if len(self.trace) == stop:
+                    return
+
+
+class Sharp(Run):
+    """SAM: the gradient at weights that went up along the gradient of the same batch; two calls in a step."""
+
+    norm, skips = nn.LayerNorm, 0  # the last batch may have one row
+
+    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.step.Record]:
+        self.backward(ids, batch)
+        weights = list(self.model.parameters())
+        norm = torch.stack([w.grad.norm() for w in weights if w.grad is not None]).norm()
+        ways = [0.05 * w.grad / norm for w in weights if w.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(weights, ways)
+            self.optimizer.zero_grad()
+            with torch.enable_grad():
+                result = self.backward(ids, batch)
+            torch._foreach_sub_(weights, ways)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return result
+
+
+class Closures(Run):
+    """LBFGS, which asks for the loss of a batch up to 20 times in a step."""
+
+    norm, skips = nn.LayerNorm, 0  # the last batch may have one row
+
+    def made_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.model.parameters(), lr=0.01, max_iter=20)
+
+    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.step.Record]:
+        results: list[Any] = []
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            results.append(self.backward(ids, batch))
+            return results[-1][0]
+
+        self.optimizer.step(closure)
+        assert 2 < len(results) <= 20
+        return results[-1]
+
+
+def resumes(make: Any, workers: int, stops: tuple[int, ...], file: Path) -> list[Any]:
+    """Kill a training after some batches, go on in a new one, and compare both with the one that nobody killed."""
+    whole = make(workers)
+    whole.train()
+    for stop in stops:
+        killed, resumed = make(workers), make(workers)
+        killed.train(stop)
+        torch.save({name: part.state_dict() for name, part in killed.parts().items()}, file)
+        state = torch.load(file)
+        for name, part in resumed.parts().items():
+            part.load_state_dict(state[name])
+        resumed.train()
+        assert killed.trace + resumed.trace == whole.trace
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, resumed.model.state_dict()[name]), name
+        ours, theirs = resumed.step.history.state_dict(), whole.step.history.state_dict()
+        assert all(str(ours[name]) == str(theirs[name]) for name in theirs)
+    return whole.trace
+
+
+@TWO_WORKERS
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_killed_training_ends_as_if_it_had_not_been(workers, tmp_path):
+    # Red when: the sampler's state counts the fetched rows, weights or ages are not saved, the step counts from 0, or
+    # progress takes the rest of a resumed epoch for a whole one.
+    trace = resumes(Run, workers, (3, 11, 14), tmp_path / "state.pt")
+    assert {weight > 0.4 for step in trace for weight in step[2]} == {False, True}  # some stand in
+    clock = [step[-1] for step in trace]
+    assert clock == sorted(set(clock)) and clock[-1] == 1 and {0.25, 0.5, 0.75} <= set(clock)
+
+
+@TWO_WORKERS
+@pytest.mark.parametrize(("make", "workers"), [(Sharp, 0), (Sharp, 2), (Closures, 0)])
+def test_a_killed_training_of_several_passes_over_a_batch_ends_as_if_it_had_not_been(make, workers, tmp_path):
+    # Red when: the mark goes up by the rows of each call (the killed epoch then lacks rows), or by the rows of each
+    # batch once (the batches that the loop skipped shift it).
+    trace = resumes(make, workers, (3, 8, 13), tmp_path / "state.pt")
+    plain = Run(0)
+    plain.train()
+    batches, all_of_them = [step[0] for step in trace], [step[0] for step in plain.trace]
+    first = [ids for ids in all_of_them[:8] if ids[0] % 5]
+    assert batches[: len(first)] == first and 4 <= len(first) < 8  # each comes once, but those that are skipped
+    clock = [step[-1] for step in trace]
+    assert clock == sorted(set(clock)) and clock[-1] <= 1
+
+
+@settings(max_examples=150)
+@given(
+    num_rows=st.integers(20, 40),
+    size=st.integers(1, 4),
+    drop_last=st.booleans(),
+    ranks=st.sampled_from([(1, 0), (2, 0), (2, 1), (3, 2)]),
+    ahead=st.booleans(),
+    times=st.lists(st.integers(0, 3), min_size=1, max_size=7),
+    stop=st.integers(1, 60),
+)
+def test_rows_that_are_not_yet_passed_come_once_and_in_order_after_a_resume(
+    num_rows, size, drop_last, ranks, ahead, times, stop
+):
+    # Red when: the rows of each call are added up, those of each batch are added up once, the mark is that of the last
+    # call, the fetched rows count, or the places are those of all ranks.
+    losses = torch.rand(num_rows, generator=seeded(num_rows))
+
+    def made():
+        sampler = PruningSampler(
+            LossHistory(num_rows),
+            num_rows=num_rows,
+            epochs=3,
+            multiple_of=size if drop_last else 1,
+            num_replicas=ranks[0],
+            rank=ranks[1],
+        )
+        step = rowprop.SelectiveBackprop(
+            nn.Identity(), lambda _, batch: batch, TopK(0.5), history=sampler, engine="masked"
+        )
+        loader = DataLoader(WithIds(TensorDataset(losses)), size, sampler=sampler, drop_last=drop_last)
+        return step, loader
+
+    def train(step, loader, stop):
+        """The batches as they came: their epoch, their ids, and how often each was trained."""
+        seen = []
+        while step.sampler.next_epoch < 3:
+            earlier = []
+            for ids, (values,) in list(loader) if ahead else loader:
+                epoch = step.sampler.epoch
+                count = times[(epoch + int(ids[0])) % len(times)]
+                for _ in range(count):
+                    step(values, ids=ids)
+                earlier += [(values, ids)] * (count > 0)
+                if count == 3:  # and one of before once more
+                    step(earlier[0][0], ids=earlier[0][1])
+                seen.append((epoch, ids.tolist(), count))
+                if len(seen) == stop:
+                    return seen
+        return seen
+
+    whole = train(*made(), None)
+    killed = made()
+    seen = train(*killed, stop)
+    assert seen == whole[: len(seen)]
+    passed = len(seen)
+    while passed and seen[passed - 1][::2] == (seen[-1][0], 0):  # those that no later batch of the epoch has passed
+        passed -= 1
+    resumed = made()
+    resumed[0].load_state_dict(killed[0].state_dict())
+    assert resumed[0].progress == killed[0].progress
+    assert train(*resumed, None) == whole[passed:]
+    assert killed[0].sampler.epoch == seen[-1][0]
+
+
+def test_rows_that_are_not_of_the_epoch_count_nothing():
+    # Red when: an id below 0 is a place from the end, one beyond the data is looked up, or a row that comes twice has
+    # its last place.
+    history = remembering(torch.rand(25, generator=seeded(2)))
+    sampler = PruningSampler(history, num_rows=25, epochs=5, num_replicas=3)
+    assert sampler.trained(torch.arange(25)) == 0  # no epoch runs
+    list(sampler)
+    own = list(sampler)
+    left_out = (history.weights_of(torch.arange(25)) == 0).nonzero().squeeze(1)
+    assert left_out.numel() > 0
+    for ids in ([-1, -25, 25, 2**62], [], left_out.tolist()):
+        assert sampler.trained(torch.tensor(ids, dtype=torch.int64)) == 0
+    assert [sampler.trained(torch.tensor([99, row, own[0]])) for row in own] == list(range(1, len(own) + 1))
+
+    alone = PruningSampler(history, num_rows=25, epochs=5)
+    alone.load_state_dict(sampler.state_dict(0))
+    order = list(alone)
+    assert len(order) > len(set(order)) and alone.trained(torch.tensor(order[:1])) == 1
+    sampler.load_state_dict(sampler.state_dict(2))
+    assert [sampler.trained(torch.tensor(own[:end])) for end in range(1, 5)] == [2, 2, 3, 4]
+    with pytest.raises(InvalidInput, match=r"PruningSampler.trained got ids of shape \(3, 1\) and dtype torch.int64"):
+        sampler.trained(torch.ones(3, 1, dtype=torch.int64))
+
+
+def test_the_examples_of_the_docs_run(capsys):
+    page = Path(__file__).parents[2] / "docs" / "history.md"
+    exec("".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)), {})
+    pruned = [int(count) for count in re.findall(r"epoch \d: (\d+) of 600 rows left out", capsys.readouterr().out)]
+    assert len(pruned) == 8 and pruned[0] == pruned[7] == 0
+    assert all(100 < count < 200 for count in pruned[1:7])  # three rows in four come, as the page says
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"history": None}, "PruningSampler got a NoneType as history but a LossHistory was needed"),
+        ({"num_rows": 0}, "PruningSampler got num_rows=0 but a whole number, 1 or more"),
+        ({"epochs": 2.5}, "PruningSampler got epochs=2.5 but a whole number, 1 or more"),
+        ({"epochs": 10**400}, "PruningSampler got epochs=1000.* but a whole number below 2..63 was needed"),
+        ({"prune": math.nan}, r"PruningSampler got prune=nan but a fraction in \[0, 1\) was needed"),
+        ({"shuffle": "no"}, "PruningSampler got shuffle='no' but one of True, False was needed"),
+        ({"group": 5}, "PruningSampler got group=5, a int, but a process group or a one-dimensional DeviceMesh"),
+        ({"prune": 1}, r"PruningSampler got prune=1 but a fraction in \[0, 1\) was needed"),
+        ({"full_after": 2}, r"PruningSampler got full_after=2 but a fraction in \[0, 1\] was needed"),
+        ({"seed": -1}, "PruningSampler got seed=-1 but a whole number, 0 or more"),
+        ({"multiple_of": 0}, "PruningSampler got multiple_of=0 but a whole number, 1 or more"),
+        ({"multiple_of": 100, "num_rows": 8, "epochs": 1}, "as short as 8 rows per rank, of which no multiple of 100"),
+        ({"multiple_of": 6, "epochs": 8}, "multiple_of=6 but an epoch may be as short as 5 rows per rank, of which no"),
+        ({"multiple_of": 4, "num_replicas": 3}, "multiple_of=4 but an epoch may be as short as 2 rows per rank"),
+        ({"num_replicas": 2, "rank": 2}, "got rank=2 but num_replicas=2; ranks are numbered from 0"),
+        ({"history": LossHistory(3)}, "got num_rows=9 but a history of num_rows=3; give both the number"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(change, sentence):
+    with pytest.raises(InvalidInput, match=sentence):
+        PruningSampler(**({"history": LossHistory(), "num_rows": 9, "epochs": 2} | change))
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda s: s.state_dict(10), "got trained=10 but between 0 and 9 rows of epoch 0 can have been trained on"),
+        (lambda s: s.progress("a"), "PruningSampler.progress got trained='a' but a whole number, 0 or more"),
+        (lambda s: s.state_dict(-1), "got trained=-1 but a whole number, 0 or more"),
+        (
+            lambda s: s.load_state_dict(s.state_dict() | {"num_rows": 8}),
+            "a state with num_rows=8 but has num_rows=9",
+        ),
+        (lambda s: s.load_state_dict(None), "got None, a NoneType, but the mapping of state_dict"),
+        (lambda s: s.load_state_dict({"num_rows": 9}), "got a state without begun, trained, order but all that"),
+        *[
+            (
+                lambda s, name=name, bad=bad: s.load_state_dict(s.state_dict() | {name: bad}),
+                f"{name}={bad!r} but a whole",
+            )
+            for name in ("begun", "trained")
+            for bad in (-1, "a", 1.5, True)
+        ],
+        (lambda s: s.load_state_dict(s.state_dict() | {"order": [1]}), "got order of the kind a list but a tensor of"),
+        (lambda s: s.load_state_dict(s.state_dict() | {"order": torch.ones(2)}), "torch.float32 but a tensor of shape"),
+        *[
+            (
+                lambda s, rows=rows: s.load_state_dict(s.state_dict() | {"order": torch.tensor(rows).long()}),
+                "an order that",
+            )
+            for rows in ([], [9], [0, -1])
+        ],
+    ],
+)
+def test_states_that_cannot_be_are_refused_and_nothing_is_loaded(call, sentence):
+    # Red when: a check is left out, or `begun` is set before `order` is looked at.
+    sampler = PruningSampler(LossHistory(), num_rows=9, epochs=2)
+    iter(sampler)
+    before = str(sampler.state_dict(4))
+    with pytest.raises(InvalidInput, match=sentence):
+        call(sampler)
+    assert str(sampler.state_dict(4)) == before
+
+
+@pytest.mark.parametrize(("num_rows", "prune", "replicas"), [(9, 0.5, 1), (9, 0.5, 2), (40, 0.9, 3), (2, 0.7, 1)])
+def test_the_shortest_epoch_holds_the_largest_multiple_that_is_taken(num_rows, prune, replicas):
+    # Red when: the bound on `multiple_of` is the one of a full epoch: an epoch of easy rows but one would be empty.
+    options = {"num_rows": num_rows, "epochs": 8, "prune": prune, "num_replicas": replicas}
+
+    def made(multiple):
+        history = LossHistory()
+        history.update(torch.arange(num_rows), torch.eye(1, num_rows)[0])
+        return PruningSampler(history, multiple_of=multiple, **options)
+
+    taken = [multiple for multiple in range(1, num_rows + 1) if is_taken(made, multiple)]
+    shortest = math.ceil((1 + math.ceil((1 - prune) * (num_rows - 1) - 1e-9)) / replicas)
+    assert taken == list(range(1, shortest + 1))
+    made(1).history.synchronise()
+    assert len(made(shortest)) == shortest
+
+
+def is_taken(make, *arguments) -> bool:
+    try:
+        make(*arguments)
+    except InvalidInput:
+        return False
+    return True

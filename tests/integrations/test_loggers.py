@@ -1,0 +1,213 @@
+"""What TensorBoard, MLflow, trackio and W&B have in their files after a training, against a plain loop.
+
+The packages live in a venv of their own: `nox -s integrations`. Nothing of them goes over a network.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import struct
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rowprop
+from plain_loop import DOCS, by_hand, hardest
+
+NAMES = ("loss_all", "loss_kept", "kept")
+LOGGERS = ("tensorboard", "mlflow", "trackio", "wandb")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not all(map(find_spec, LOGGERS)), reason="needs the loggers: nox -s integrations"),
+    pytest.mark.filterwarnings("ignore"),  # those of the packages are their own
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder where all of them write, with nobody to tell."""
+    folder = tmp_path_factory.mktemp("loggers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, value in {
+            "HOME": folder, "TRACKIO_DIR": folder / "trackio", "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db",
+            "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": folder,
+            "HF_HUB_OFFLINE": "1",
+        }.items():  # fmt: skip
+            patch.setenv(name, str(value))
+        yield folder
+
+
+# --- readers: the values of a number, in the order of the steps -------------------------------------------------------
+
+
+def in_tensorboard(folder: Path, name: str) -> list[float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = folder.rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    return [event.value for event in accumulator.Scalars(name)]
+
+
+def in_mlflow(experiment: str, name: str) -> list[float]:
+    import mlflow
+
+    client = mlflow.MlflowClient("sqlite:///mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    return [metric.value for metric in sorted(client.get_metric_history(run.info.run_id, name), key=lambda m: m.step)]
+
+
+def in_trackio(folder: Path, project: str, name: str) -> list[float]:
+    with sqlite3.connect(folder / "trackio" / f"{project}.db") as db:
+        lines = [json.loads(line) for (line,) in db.execute("SELECT metrics FROM metrics ORDER BY step")]
+    return [line[name] for line in lines if name in line]
+
+
+def in_wandb(file: str, name: str) -> list[float]:
+    """From the file of an offline run: records in blocks of 32 KiB, each part with its checksum, size and kind."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole, found = Path(file).read_bytes(), 7, b"", list[float]()
+    while place < len(data):
+        room = 32768 - place % 32768
+        if room < 7:
+            place += room
+            continue
+        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole one, or the last part
+            record = Record.FromString(whole)
+            found += [
+                json.loads(item.value_json)
+                for item in record.history.item
+                if name in (item.key, "/".join(item.nested_key))
+            ]
+            whole = b""
+    return found
+
+
+# --- a loop of one's own ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def looped(place: Path) -> dict[str, Callable[[str], list[float]]]:
+    """The page's loops have run, each logger in its own."""
+    namespace: dict[str, Any] = {}
+    for block in re.findall(r"^```py\n(.*?)^```\n", (DOCS / "loggers.md").read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(block, "loggers.md", "exec"), namespace)
+    return {
+        "tensorboard": lambda name: in_tensorboard(place / "runs", name),
+        "mlflow": lambda name: in_mlflow("Default", name),
+        "trackio": lambda name: in_trackio(place, "rowprop", name),
+        "wandb": lambda name: in_wandb(namespace["run"].settings.sync_file, name),
+    }
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_the_lines_of_the_page_write_the_numbers(logger: str, looped: dict[str, Any]):
+    # Red when: a line of the page is misspelt, or `loss_all` is that of the kept rows.
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(20, 4), torch.randn(64, 20), torch.randint(4, (64,))
+    truth: dict[str, list[float]] = {"loss_all": [], "loss_kept": []}
+    for _ in range(3):
+        losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        kept = losses.topk(16).values
+        truth["loss_all"].append(float(losses.mean()))
+        truth["loss_kept"].append(float(kept.mean()))
+        for parameter, gradient in zip(
+            model.parameters(), torch.autograd.grad(kept.mean(), list(model.parameters())), strict=True
+        ):
+            parameter.data -= 0.1 * gradient
+    for name, values in truth.items():
+        assert looped[logger](name) == pytest.approx(values, abs=1e-5)
+    assert looped[logger]("num_kept") == [16, 16, 16]
+
+
+# --- through the frameworks' own --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> dict[str, Callable[[str], list[float]]]:
+    """Transformers' Trainer has trained with all of them."""
+    import wandb
+    from test_trainer import classes, classifier, make_trainer, texts
+
+    from rowprop.integrations.transformers import select
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", str(place / "trainer"))
+        patch.setenv("MLFLOW_EXPERIMENT_NAME", "trainer")
+        trainer = make_trainer(
+            classifier(), texts(classes), place / "output", report_to=list(LOGGERS), project="trainer",
+            num_train_epochs=1, run_name="ours",
+        )  # fmt: skip
+        select(trainer, rowprop.TopK(keep=0.5), engine="sliced")
+        trainer.train()
+        file = wandb.run.settings.sync_file
+        wandb.finish()
+    return {
+        "tensorboard": lambda name: in_tensorboard(place / "trainer", f"train/{name}"),
+        "mlflow": lambda name: in_mlflow("trainer", name),
+        "trackio": lambda name: in_trackio(place, "trainer", f"train/{name}"),
+        "wandb": lambda name: in_wandb(file, f"train/{name}"),
+    }
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_the_trainers_loggers_have_the_numbers(logger: str, trained: dict[str, Any]):
+    # Red when: `select` adds the numbers after the Trainer has logged.
+    from test_trainer import BATCH, batches, classes, classifier, row_losses, texts
+
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    truth: dict[str, list[float]] = {name: [] for name in NAMES}
+    for batch in batches(texts(classes)):
+        losses = row_losses(model, batch)
+        kept = losses.topk(BATCH // 2).values
+        for name, value in zip(NAMES, (losses.mean(), kept.mean(), 0.5), strict=True):
+            truth[name].append(float(value))
+        kept.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, values in truth.items():
+        assert trained[logger](name) == pytest.approx(values, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def lightened(place: Path) -> dict[str, Callable[[str], list[float]]]:
+    """Lightning has trained with those that it has loggers for."""
+    from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
+    from test_lightning import fit, module_of
+
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
+
+    own = [
+        TensorBoardLogger(place, name="lightning"), MLFlowLogger("lightning", tracking_uri="sqlite:///mlflow.db"),
+        WandbLogger(offline=True),
+    ]  # fmt: skip
+    callback = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced")
+    fit(module_of("lightning.pytorch"), [callback], place, logger=own, log_every_n_steps=1)
+    run = own[2].experiment
+    run.finish()
+    return {
+        "tensorboard": lambda name: in_tensorboard(place / "lightning", name),
+        "mlflow": lambda name: in_mlflow("lightning", name),
+        "wandb": lambda name: in_wandb(run.settings.sync_file, name),
+    }
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "mlflow", "wandb"])
+def test_lightnings_loggers_have_the_numbers(logger: str, lightened: dict[str, Any]):
+    # Red when: the callback logs without the module, so that no logger hears of it.
+    logged = by_hand(hardest(0.5))[1]
+    for name in NAMES:
+        assert lightened[logger](name) == pytest.approx([numbers[name] for numbers in logged], abs=1e-5)

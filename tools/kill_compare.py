@@ -1,0 +1,145 @@
+"""Kill a small comparison with SIGKILL at random moments and resume it, until it was killed often enough.
+
+    python tools/kill_compare.py --kills 20
+
+Each attempt is a forked process that kills itself at a random one of the calls that it makes, every other time at a
+random one of those that touch files. A finished comparison, and some that are not, are started over with ``--fresh``,
+so that setting aside is interrupted too. After each kill all runs that were ever kept must still be there, byte for
+byte, and at each end the results must be those of a comparison that nobody killed. A seed makes all moments the same
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rowprop.app.compare.run import compare
+from rowprop.app.compare.settings import Settings
+
+SETTINGS = Settings(
+    data="compare_cases:tiny", model="compare_cases:net", methods="full,ohem", seeds=2, epochs=2, batch_rows=20
+)
+CHANGING = ("open", "write", "fsync", "replace", "rename", "mkdir", "unlink", "flock", "ftruncate", "close")
+
+
+def touches_files(function: Any) -> bool:
+    """Whether a builtin opens, writes, renames, locks or removes something on a disk."""
+    if function.__module__ in ("posix", "fcntl"):
+        return function.__name__ in CHANGING
+    return isinstance(function.__self__, io.BufferedWriter)
+
+
+def attempt(out: Path, *, moment: int | None, files_only: bool, **flags: bool) -> tuple[int, str]:
+    """Compare in a process of its own, which kills itself at this call; None for never.
+
+    Returns:
+        Its wait status, and the call at which it died, or how many calls it made: of all kinds before it wrote the
+        results, whose page is most of the calls, and to files.
+
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writer)
+        _, status = os.waitpid(child, 0)
+        with os.fdopen(reader) as pipe:
+            return status, pipe.read()
+    code = 1
+    try:
+        counts = {False: 0, True: 0}
+        before_results = 0
+
+        def watch(frame: Any, event: str, function: Any) -> None:
+            nonlocal before_results
+            name = frame.f_code.co_name if event in ("call", "return") else function.__name__
+            if (name, event) == ("summarise", "call"):
+                before_results = counts[False]
+            to_files = event.startswith("c_") and touches_files(function)
+            counts[False] += 1
+            counts[True] += to_files
+            if counts[files_only] == moment and (to_files or not files_only):
+                os.write(writer, f"{'after' if event.endswith('return') else 'before'} {name}".encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.setprofile(watch)
+        compare(SETTINGS, out, **flags)
+        sys.setprofile(None)
+        os.write(writer, f"{before_results} {counts[True]}".encode())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def figures(out: Path) -> list[Any]:
+    """What the results say about each run, times left out."""
+    results = json.loads((out / "results.json").read_text())
+    assert results["finished"]
+    return [
+        [run["label"], run["seed"], run["accuracy"], run["rows_seen"], run["rows_backpropagated"], run["loss_shares"]]
+        + [[point["accuracy"], point["loss"], point["kept"]] for point in run["curve"]]
+        for run in results["runs"]
+    ]
+
+
+def kept_runs(out: Path) -> set[bytes]:
+    """The content of every run file, here or set aside."""
+    return {path.read_bytes() for path in out.rglob("runs/*.json")}
+
+
+def main() -> None:
+    """Kill and resume; exit with an error at the first thing that is lost or differs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=20, help="how often (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default %(default)s)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    moments = random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        out, whole = Path(scratch, "killed"), Path(scratch, "whole")
+        compare(SETTINGS, Path(scratch, "first"))  # loads all modules, before the forks
+        status, counted = attempt(whole, moment=None, files_only=False)
+        assert status == 0, counted
+        calls = {files_only: int(count) for files_only, count in zip((False, True), counted.split(), strict=True)}
+        print(
+            f"A comparison that nobody kills makes {calls[False]:,} calls before its results, {calls[True]} to files."
+        )
+        kills = ends = 0
+        kept: set[bytes] = set()
+        flags = {"fresh": True}
+        while kills < args.kills or os.WIFSIGNALED(status):
+            files_only = kills % 2 == 1
+            # Early ones fall into what a resumed comparison still has to do, late ones into its end or beyond.
+            moment = moments.randrange(1, calls[files_only] // moments.choice((1, 4))) if kills < args.kills else None
+            status, said = attempt(out, moment=moment, files_only=files_only, **flags)
+            now = kept_runs(out)
+            assert kept <= now, f"{len(kept - now)} kept runs are gone"
+            kept = now
+            if os.WIFSIGNALED(status):
+                assert os.WTERMSIG(status) == signal.SIGKILL
+                kills += 1
+                print(f"Kill {kills} {said}, {'set aside and started over' if 'fresh' in flags else 'resumed'}: "
+                      f"{len(list(out.glob('runs/*.json')))} of 4 runs there, {len(kept)} kept in all.")  # fmt: skip
+                flags = {moments.choice(("resume", "resume", "resume", "fresh")): True}
+            else:
+                assert status == 0, "an attempt was refused"
+                assert figures(out) == figures(whole), "the results differ from those of a comparison nobody killed"
+                ends += 1
+                flags = {"fresh": True}
+    print(f"{kills} kills, {ends} comparisons ended, each with the results of one that nobody killed.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Writes docs/model-families.md: the costs and errors of the models of tools/families.py and tools/decoders.py."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import torch
+
+import decoders
+from decoders import DECODERS, MASKS, PACKED, SOME, Decoder, keep_of
+from families import ENTRIES, PAGE, SINGLE, TIMM, TORCHVISION, TRANSFORMERS, frozen_entry
+from zoo import KEEP, Backward, Entry, errors, masked, sliced
+
+LIMIT = KEEP + 0.02
+PACKAGES = ("torch", "torchvision", "timm", "transformers")
+
+
+def line(entry: Entry) -> tuple[str, float]:
+    """One model's line of the table, and its ratio."""
+    entry = frozen_entry(entry)
+    full, part = masked(entry, torch.float32), sliced(entry, torch.float32)
+    ratio = part.flops.total_flops / full.flops.total_flops
+    double = ""
+    if SINGLE.get(entry.name) != "only":
+        double = worst(errors(masked(entry, torch.float64), sliced(entry, torch.float64)))
+    names = ", ".join(f"`{name}`" for name in entry.densifies)
+    reasons = "; ".join(part.report.densified[name].reason for name in entry.densifies)
+    if entry.share > 1:
+        reasons = "the fused LSTM's forward runs again on the kept rows"
+    cells = [entry.kind, entry.name, worst(errors(full, part)), double, f"{ratio:.3f}", names, reasons]
+    return f"| {' | '.join(cells)} |", ratio
+
+
+def worst(errors: dict[str, float]) -> str:
+    """The largest of them."""
+    return f"{max(errors.values()):.0e}"
+
+
+def decoder_line(decoder: Decoder) -> str:
+    """A decoder's line of the table of tokens: the worst of the masks that keep some tokens."""
+    found: list[tuple[float, ...]] = []
+    for kept in (MASKS[mask] for mask in SOME):
+        exact = [
+            (decoders.plain(decoder, dtype, kept), decoders.exact(decoder, dtype, kept)) for dtype in decoder.dtypes
+        ]
+        over = exact[0][1].flops.total_flops / decoders.reachable_flops(decoder, kept)
+        cut = decoders.cut(decoder, torch.float32, kept)
+        share = cut.flops.total_flops / decoders.full(decoder) / keep_of(kept)
+        error = largest(decoders.detached(decoder, torch.float32, kept), cut)
+        found.append((*(largest(*pair) for pair in exact), over, error, share))
+    single, *double, over, error, share = (max(column) for column in zip(*found, strict=True))
+    name = f"{decoder.name}, {decoder.experts} experts" if decoder.experts else decoder.name
+    doubles = "" if decoder.single else f"{double[0]:.0e}"
+    cells = [name, decoder.attention, f"{single:.0e}", doubles, f"{over:.2f}"]
+    if decoder.interface:
+        segments = max(segments_share(decoder, way) for way in decoder.packed)
+        cells += [f"{error:.0e}", f"{share:.2f}", f"{segments:.2f}"]
+    return f"| {' | '.join([*cells, *[''] * (8 - len(cells))])} |"
+
+
+def segments_share(decoder: Decoder, way: str) -> float:
+    """FLOPs of whole segments over their share."""
+    kept, inputs = PACKED[way]
+    cut = decoders.cut(decoder, torch.float32, kept, **inputs)
+    return cut.flops.total_flops / decoders.full(decoder, **inputs) / keep_of(kept)
+
+
+def largest(expected: Backward, actual: Backward) -> float:
+    """The largest error of a parameter's gradient."""
+    return max(errors(expected, actual).values())
+
+
+def page() -> str:
+    """The page as a whole."""
+    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in PACKAGES)
+    lines = [line(entry) for entry in ENTRIES]
+    within = [ratio <= LIMIT for _, ratio in lines]
+    images = len(TORCHVISION + TIMM)
+    single = " and ".join(name for name, how in SINGLE.items() if how != "only")
+    return "\n".join(
+        [
+            "# Model families",
+            "",
+            f"Written by `nox -s families -- --page` with {versions}, on the CPU.",
+            "",
+            "The models are tiny configurations with random weights and with BatchNorm on running statistics.",
+            f"Of 8 rows {8 * KEEP:.0f} are picked. *Error* is the largest difference between any parameter's gradient",
+            "and that of plain indexing, relative to the gradient's largest entry (at least a hundredth of the model's",
+            "largest). *FLOPs* are the FLOPs of the backward that really ran, over those of the full backward. Models",
+            'with BatchNorm are tested in training mode as well, with `batchnorm="exact"`.',
+            f"Parts of {single} run in float32 whatever the dtype.",
+            "`nox -s torchvision` prints a table of torchvision's own models at their own width and depth.",
+            "",
+            f"At most {LIMIT:.2f} of the FLOPs: {sum(within[:images])} of {images} models from torchvision and timm,",
+            f"{sum(within[images:])} of {len(TRANSFORMERS)} from transformers. A model that is not",
+            "sliced names its reason.",
+            "",
+            "| package | model | error, float32 | error, float64 | FLOPs | densifies at | because |",
+            "|---|---|---|---|---|---|---|",
+            *[text for text, _ in lines],
+            "",
+            *tokens(),
+            "",
+        ]
+    )
+
+
+def tokens() -> list[str]:
+    """The section on tokens."""
+    shares = ", ".join(f"{keep_of(MASKS[mask]):.2f}" for mask in SOME)
+    cut = "cut, error | cut, over keep"
+    return [
+        "## Tokens of decoders",
+        "",
+        f"Here tokens are kept: {decoders.N} sequences of {decoders.T} tokens, {decoders.LAYERS} layers of width "
+        f"{decoders.WIDTH}, a vocabulary of {decoders.V}, and the usual",
+        f"shift between logits and labels. Each figure is the worst of three masks, which keep {shares}",
+        "of the losses: random tokens; very different numbers in each sequence, none in some; answers behind prompts",
+        "of different lengths.",
+        "",
+        "* *error*: against `losses[mask]`, with exact attention.",
+        "* *over reachable*: FLOPs over those of the part of the backward that the kept tokens' gradient can reach,",
+        "  computed from the sizes of the modules: the head and the last layer at kept tokens; the last layer's keys",
+        "  and values, and all layers below, at all tokens of the sequences that keep one.",
+        '* *cut, error*: `attention="cut"` against dense code that detaches the keys and values of other tokens.',
+        "* *cut, over keep*: FLOPs over the kept tokens' share of the full backward.",
+        "* *segments*: the same for whole segments of packed rows, where cut attention is exact.",
+        "",
+        "Where no error for float64 stands, parts of the model run in float32 whatever the dtype, or an op has no",
+        "kernel for float64. The oracle of cut attention does not reach BLOOM's own.",
+        "",
+        f"| model | attention | error, float32 | error, float64 | over reachable | {cut} | segments |",
+        "|---|---|---|---|---|---|---|---|",
+        *[decoder_line(decoder) for decoder in DECODERS],
+    ]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    PAGE.write_text(page())
