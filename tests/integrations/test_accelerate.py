@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 import rowprop
@@ -25,9 +24,13 @@ from plain_loop import (
     EPOCHS,
     RATE,
     ROWS,
+    above_mean,
+    batches,
     by_hand_in_bfloat16,
+    check_equal,
     check_same,
     data,
+    descend,
     last_line_of,
     losses_of,
     network,
@@ -79,31 +82,9 @@ class Loop:
         return self.accelerator.unwrap_model(self.model)
 
 
-def by_hand(
-    losses_kept: Callable[[nn.Module, list[slice]], Tensor], each: int = 1, every: int = 1
-) -> tuple[nn.Module, list[Tensor]]:
-    """A plain loop over `each` batches at a time, that steps after `every` of them."""
-    model, losses = network(), list[Tensor]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for number in range(EPOCHS * ROWS // BATCH // each):
-        starts = [(number * each + one) * BATCH % ROWS for one in range(each)]
-        loss = losses_kept(model, [slice(start, start + BATCH) for start in starts])
-        (loss / every).backward()
-        losses.append(loss.detach())
-        if (number + 1) % every == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, losses
-
-
-def above_mean(model: nn.Module, parts: list[slice]) -> Tensor:
-    """Mean over the rows of several batches whose loss is above the mean of its batch."""
-    x, y = data().tensors
-    kept = list[Tensor]()
-    for part in parts:
-        losses = losses_of(model, (x[part], y[part]))
-        kept.append(losses[losses > losses.mean()])
-    return torch.cat(kept).mean()
+def pairs(each: int) -> list[list[Any]]:
+    """The batches of the training, this many at a time."""
+    return [batches()[first : first + each] for first in range(0, len(batches()), each)]
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -111,9 +92,10 @@ def above_mean(model: nn.Module, parts: list[slice]) -> Tensor:
 def test_the_parameters_and_numbers_are_those_of_a_plain_loop(engine: str, every: int):
     # Red when: the loss is that of all rows, or is divided by the accumulated batches once more.
     loop = Loop(rowprop.selection.AboveMean(), accelerator={"gradient_accumulation_steps": every}, engine=engine)
-    model, losses = by_hand(above_mean, every=every)
+    model = network()
+    losses = descend(model, pairs(1), above_mean, every=every)
     check_same(loop.fit(EPOCHS), model)
-    assert [numbers["loss_kept"] for numbers in loop.logged] == pytest.approx([float(x) for x in losses], abs=1e-5)
+    assert [numbers["loss_kept"] for numbers in loop.logged] == pytest.approx(losses, abs=1e-5)
 
 
 def test_the_trackers_take_the_numbers():
@@ -141,7 +123,7 @@ def test_mixed_precision_is_accelerates():
 def test_all_rows_are_the_untouched_loop():
     # Bit for bit, with batches of 6 rows. Red when: the loss is a sum of losses times 1/6, or is scaled.
     plain, selective = Loop(None, batch=6).fit(EPOCHS), Loop(rowprop.TopK(keep=1.0), batch=6).fit(EPOCHS)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), selective.parameters(), strict=True))
+    check_equal(plain, selective)
 
 
 def train_on_a_rank(rank: int, folder: Path) -> None:
@@ -168,10 +150,11 @@ def train_on_a_rank(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tools")]
 WORKER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import os
 import test_accelerate
 test_accelerate.train_on_a_rank(int(os.environ["RANK"]), Path({folder!r}))
@@ -189,11 +172,12 @@ def test_two_processes_train_on_the_rows_of_both_and_resume_bit_for_bit(tmp_path
     # Accelerate gives every second batch to each rank. Red when: a rank's loss carries another factor than its share of
     # the kept rows, or the step is not registered, so that it begins anew.
     script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(tests=str(Path(__file__).parents[2] / "tools"), folder=str(tmp_path)))
+    script.write_text(WORKER.format(folders=FOLDERS, folder=str(tmp_path)))
     torchrun(script)
-    found = network()
+    found, model = network(), network()
     found.load_state_dict(torch.load(tmp_path / "trained.pt"))
-    check_same(found, by_hand(above_mean, each=2)[0])
+    descend(model, pairs(2), above_mean)
+    check_same(found, model)
     straight, resumed = (torch.load(tmp_path / f"{name}.pt") for name in ("straight", "resumed"))
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 

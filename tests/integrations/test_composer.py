@@ -5,9 +5,6 @@ The package lives in a venv of its own: `nox -s fastai`. Models are tiny.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,16 +19,15 @@ from families import load
 from plain_loop import (
     BATCH,
     EPOCHS,
-    RATE,
     ROWS,
+    batches,
     by_hand,
-    by_hand_in_bfloat16,
     check_equal,
     check_same,
     check_two_ranks,
     data,
+    descend,
     hardest,
-    last_line_of,
     losses_of,
     network,
     on_two_ranks,
@@ -39,6 +35,7 @@ from plain_loop import (
 from rowprop.distributed import Local
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
+from trainers import always, as_rank, fitted, model_of, trainer_of
 
 MODULE = "rowprop.integrations.composer"
 
@@ -47,78 +44,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # those of Composer are its own
 ]
-
-
-def model_of(inner: nn.Module | None = None) -> Any:
-    """A ComposerModel that notes the losses of its evaluations."""
-
-    class Model(load("composer.models").ComposerModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network() if inner is None else inner
-
-        def forward(self, batch: Any) -> Tensor:
-            return self.network(batch[0])
-
-        def loss(self, outputs: Tensor, batch: Any, reduction: str = "mean") -> Tensor:
-            return nn.functional.cross_entropy(outputs, batch[1], reduction=reduction)
-
-    return Model()
-
-
-def always(keep: float | None = None, **settings: Any) -> Any:
-    """The algorithm in every batch of the training."""
-    return load(MODULE).SelectiveBackpropAlgorithm(0.0, 1.0, keep, 1.0, 0, **settings)
-
-
-def trainer_of(model: Any, algorithms: Any = (), *, dataset: Any = None, batch: int = BATCH, sampler: Any = None,
-               max_duration: str = f"{EPOCHS}ep", **settings: Any) -> Any:  # fmt: skip
-    """A trainer, and in `trainer.seen` what it has logged."""
-    loggers = load("composer.loggers")
-    dataset = data() if dataset is None else dataset
-    sampler = load("composer.utils").dist.get_sampler(dataset) if sampler is None else sampler
-    memory = loggers.InMemoryLogger()
-    trainer = load("composer").Trainer(
-        model=model, train_dataloader=DataLoader(dataset, batch, sampler=sampler), max_duration=max_duration,
-        optimizers=torch.optim.SGD(model.parameters(), lr=RATE), algorithms=list(algorithms), device="cpu",
-        progress_bar=False, loggers=[memory], **settings,
-    )  # fmt: skip
-    trainer.seen = memory.data
-    return trainer
-
-
-def fitted(model: Any, *algorithms: Any, **settings: Any) -> Any:
-    trainer = trainer_of(model, algorithms, **settings)
-    trainer.fit()
-    trainer.close()
-    return trainer
-
-
-def as_rank(rank: int) -> None:
-    """Tell Composer which of two processes this one is."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "NODE_RANK": 0}
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-
-
-def logged_by(trainer: Any, names: Any) -> list[dict[str, float]]:
-    """The numbers of each batch."""
-    columns = {name: [value for _, value in trainer.seen[name]] for name in names}
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-@needs_composer
-@pytest.mark.parametrize("engine", ["sliced", "recompute"])
-def test_the_parameters_and_logs_are_those_of_a_plain_loop(engine: str):
-    # Red when: the trainer's own loss is backpropagated, or `loss_all` is that of the kept rows.
-    model, algorithm = model_of(), always(selector=rowprop.TopK(keep=0.5), engine=engine)
-    trainer = fitted(model, algorithm)
-    plain, logged = by_hand(hardest(0.5))
-    check_same(model.network, plain)
-    found = logged_by(trainer, [*logged[0], "loss/train/total"])
-    for line, truth in zip(found, logged, strict=True):
-        assert line == pytest.approx(truth | {"loss/train/total": truth["loss_kept"]}, abs=1e-5)
-    assert trainer.state.model is model  # both are as they were
-    assert "loss" not in vars(model)
 
 
 @needs_composer
@@ -163,83 +88,18 @@ def test_a_smaller_image_is_scored_and_the_kept_rows_go_forward_whole():
     model, plain = model_of(pooled()), pooled()
     fitted(model, algorithm, dataset=torch.utils.data.TensorDataset(x, y), max_duration="1ep")
     others = set[int]()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
-    for start in range(0, ROWS, BATCH):
-        images, classes = x[start : start + BATCH], y[start : start + BATCH]
+
+    def loss_of(plain: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, classes = batch
         small = nn.functional.interpolate(images, scale_factor=0.5, mode="bilinear", align_corners=False)
         rows = losses_of(plain, (small, classes)).topk(BATCH // 2).indices
-        others |= set(rows.tolist()) ^ set(losses_of(plain, (images, classes)).topk(BATCH // 2).indices.tolist())
-        losses_of(plain, (images[rows], classes[rows])).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        others.update(set(rows.tolist()) ^ set(losses_of(plain, batch).topk(BATCH // 2).indices.tolist()))
+        return losses_of(plain, (images[rows], classes[rows])).mean()
+
+    descend(plain, zip(x.split(BATCH), y.split(BATCH), strict=True), loss_of)
     check_same(model.network, plain)
     assert algorithm.record.engine == "recompute"
     assert others  # the scores matter
-
-
-@needs_composer
-def test_microbatches_are_composers():
-    # Each selects from its own rows. Red when: the loss is divided by the number of microbatches once more, or the logs
-    # are those of the last microbatch.
-    model = model_of()
-    trainer = fitted(
-        model, always(selector=rowprop.TopK(keep=0.5), engine="sliced"), batch=2 * BATCH,
-        device_train_microbatch_size=BATCH,
-    )  # fmt: skip
-    plain, logged = by_hand(hardest(0.5), every=2)
-    check_same(model.network, plain)
-    pairs = zip(logged[::2], logged[1::2], strict=True)
-    means = [{name: (one[name] + other[name]) / 2 for name in one} for one, other in pairs]
-    for line, truth in zip(logged_by(trainer, means[0]), means, strict=True):
-        assert line == pytest.approx(truth, abs=1e-5)
-
-
-@needs_composer
-def test_mixed_precision_is_composers(monkeypatch: pytest.MonkeyPatch):
-    # bfloat16, which Composer has for GPUs alone, of the CPU: against a second forward of the kept rows, written out.
-    # Red when: the rows are scored, or trained, outside of Composer's context.
-    @contextlib.contextmanager
-    def precision(*_: Any, **__: Any) -> Iterator[None]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            yield
-
-    module = load("composer.trainer.trainer")
-    monkeypatch.setattr(module, "_validate_precision", lambda *_: None)
-    monkeypatch.setattr(module, "get_precision_context", precision)
-    model = model_of()
-    fitted(model, always(selector=rowprop.TopK(keep=0.25), engine="recompute"), precision="amp_bf16")
-    check_same(model.network, by_hand_in_bfloat16(0.25))
-
-
-@needs_composer
-def test_all_rows_are_the_untouched_trainer():
-    # Bit for bit, with batches of 6 rows: red when the loss is a sum of losses times 1/6, is scaled, or when random
-    # numbers are drawn.
-    plain, selective = model_of(), model_of()
-    untouched = fitted(plain, batch=6)
-    ours = fitted(selective, always(1.0), batch=6)
-    check_equal(plain, selective)
-    for line, truth in zip(*(logged_by(each, ["loss/train/total"]) for each in (ours, untouched)), strict=True):
-        assert line == pytest.approx(truth, rel=1e-6)  # torch sums it in another order
-
-
-@needs_composer
-def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
-    # Red when: the algorithm's state holds no generator, or is not loaded.
-    def ours() -> Any:
-        return always(
-            selector=rowprop.RandomRows(keep=0.5), engine="sliced", generator=torch.Generator().manual_seed(3)
-        )
-
-    straight, first, second, whole, resumed = model_of(), model_of(), model_of(), ours(), ours()
-    fitted(straight, whole)
-    half = trainer_of(first, [ours()])
-    half.fit(duration="1ep")
-    file = half.save_checkpoint(str(tmp_path / "half.pt"))
-    half.close()
-    fitted(second, resumed, load_path=file)
-    check_equal(straight, second)
-    assert resumed.record.step == whole.record.step == EPOCHS * ROWS // BATCH - 1
 
 
 @needs_composer
@@ -250,28 +110,15 @@ def test_metrics_see_all_rows():
     classifier = load("composer.models").ComposerClassifier
     model = classifier(network(), train_metrics=MulticlassAccuracy(num_classes=3, average="micro"), num_classes=3)
     trainer = fitted(model, always(selector=rowprop.TopK(keep=0.25), engine="recompute"))
-    plain, right = network(), list[float]()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
-    for _ in range(EPOCHS):
-        for x, y in DataLoader(data(), BATCH):
-            right.append(float((plain(x).argmax(1) == y).float().mean()))
-            losses_of(plain, (x, y)).topk(2).values.mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    right = list[float]()
+
+    def loss_of(plain: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        right.append(float((plain(batch[0]).argmax(1) == batch[1]).float().mean()))
+        return losses_of(plain, batch).topk(2).values.mean()
+
+    descend(network(), batches(), loss_of)
     found = [float(value) for _, value in trainer.seen["metrics/train/MulticlassAccuracy"]]
     assert found[: ROWS // BATCH] == pytest.approx(right[: ROWS // BATCH])
-
-
-@needs_composer
-def test_the_kept_share_of_each_class_is_logged_on_request():
-    # Against counts by hand. Red when: shares are of all kept rows, or classes and rows are of different batches.
-    model = model_of()
-    trainer = fitted(model, always(selector=rowprop.TopK(keep=0.5), engine="sliced", classes_fn=lambda batch: batch[1]))
-    x, y = data()[:BATCH]
-    rows = losses_of(network(), (x, y)).topk(BATCH // 2).indices
-    for number in y.unique().tolist():
-        expected = int((y[rows] == number).sum()) / int((y == number).sum())
-        assert trainer.seen[f"kept/{number}"][0][1] == pytest.approx(expected)
 
 
 @needs_composer
@@ -324,11 +171,7 @@ def test_two_processes_of_unequal_batches_count_all_rows_alike(tmp_path: Path):
         return model.network
 
     plain = network()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
-    for batch in [*DataLoader(data(), 6)] * EPOCHS:
-        losses_of(plain, batch).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(plain, batches(6), lambda plain, batch: losses_of(plain, batch).mean())
     check_same(on_two_ranks(train, tmp_path), plain)
 
 
@@ -418,13 +261,6 @@ def test_a_microbatch_that_keeps_nothing_has_no_part_in_the_loss_of_the_kept():
     )  # fmt: skip
     assert trainer.seen["loss_kept"][0][1] == pytest.approx(float(losses[order[:4]].mean()))
     assert trainer.seen["loss_all"][0][1] == pytest.approx(float(losses.mean()))
-
-
-@needs_composer
-def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
-    # Red when: a line of the page no longer works, or prints something else.
-    load("composer")
-    assert last_line_of("composer.md", capsys) == "16 64"
 
 
 @needs_composer

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import rowprop
 from families import load
@@ -27,13 +24,14 @@ from plain_loop import (
     RATE,
     ROWS,
     above,
+    batches,
     by_hand,
-    by_hand_in_bfloat16,
+    check_equal,
     check_same,
     check_two_ranks,
     data,
+    descend,
     hardest,
-    last_line_of,
     losses_of,
     means_of_kept,
     network,
@@ -41,6 +39,7 @@ from plain_loop import (
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 from rowprop.selection.selectors import mean_of
+from trainers import learner, means_of, table
 
 MODULE = "rowprop.integrations.fastai"
 
@@ -49,49 +48,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # those of fastai are its own
 ]
-
-
-def learner(cbs: Any = None, *, model: nn.Module | None = None, batch: int = BATCH, loss_func: Any = None,
-            dataset: Any = None, metrics: Any = None, path: Path | None = None) -> Any:  # fmt: skip
-    basics = load("fastai.basics")
-    dataset = data() if dataset is None else dataset
-    dls = basics.DataLoaders(*(basics.DataLoader(dataset, bs=batch, shuffle=False) for _ in range(2)))
-    sgd = partial(basics.OptimWrapper, opt=torch.optim.SGD)
-    learn = basics.Learner(
-        dls, network() if model is None else model, loss_func or basics.CrossEntropyLossFlat(), sgd, lr=RATE, cbs=cbs,
-        metrics=metrics, path=path,
-    )  # fmt: skip
-    load("fastai.callback.progress")
-    learn.remove_cbs(cb for cb in list(learn.cbs) if type(cb).__name__ == "ProgressCallback")
-    learn.logger = (rows := []).append
-    learn.lines = rows
-    return learn
-
-
-def means_of(logged: list[dict[str, float]]) -> list[dict[str, float]]:
-    """For each epoch the means of the batches' numbers."""
-    epochs = [logged[first : first + ROWS // BATCH] for first in range(0, len(logged), ROWS // BATCH)]
-    return [{name: fmean(batch[name] for batch in epoch) for name in epoch[0]} for epoch in epochs]
-
-
-def table(learn: Any) -> list[dict[str, float]]:
-    """The lines of the fit's table, by column."""
-    return [dict(zip(learn.recorder.metric_names, line, strict=True)) for line in learn.lines]
-
-
-@needs_fastai
-@pytest.mark.parametrize("engine", ["sliced", "recompute"])
-def test_the_parameters_and_the_table_are_those_of_a_plain_loop(engine: str):
-    # Red when: the loss is the mean of all rows, `loss_all` is that of the kept ones, or the callback stays behind.
-    callback = load(MODULE).SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine=engine)
-    learn = learner(callback)
-    learn.fit(EPOCHS)
-    model, logged = by_hand(hardest(0.5))
-    check_same(learn.model, model)
-    for line, truth in zip(table(learn), means_of(logged), strict=True):
-        assert {name: line[name] for name in truth} == pytest.approx(truth, abs=1e-5)
-    assert "_do_one_batch" not in vars(learn)
-    assert list(learn.metrics) == []
 
 
 @needs_fastai
@@ -105,16 +61,15 @@ def test_train_loss_is_that_of_all_rows_and_validation_is_untouched():
     learn.recorder.train_metrics = True
     learn.fit(EPOCHS)
     model, losses, right, smooth = network(), list[float](), list[float](), basics.AvgSmoothLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for _ in range(EPOCHS):
-        for x, y in DataLoader(data(), BATCH):
-            found = losses_of(model, (x, y))
-            smooth.accumulate(SimpleNamespace(loss=found.detach()))
-            losses.append(float(smooth.value))
-            right.append(float((model(x).argmax(1) == y).float().mean()))
-            found.topk(2).values.mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        found = losses_of(model, batch)
+        smooth.accumulate(SimpleNamespace(loss=found.detach()))
+        losses.append(float(smooth.value))
+        right.append(float((model(batch[0]).argmax(1) == batch[1]).float().mean()))
+        return found.topk(2).values.mean()
+
+    descend(model, batches(), loss_of)
     assert [float(loss) for loss in learn.recorder.losses] == pytest.approx(losses, abs=1e-5)
     steps = ROWS // BATCH
     assert table(learn)[-1]["train_accuracy"] == pytest.approx(sum(right[-steps:]) / steps)
@@ -223,31 +178,6 @@ def test_fastais_own_logger_writes_the_numbers(tmp_path: Path):
 
 
 @needs_fastai
-def test_accumulation_counts_all_rows_of_the_batches():
-    # Red when: GradientAccumulation sees the kept rows for the batch, so that the optimizer steps half as often.
-    from rowprop.integrations.fastai import SelectiveBackpropCallback
-
-    accumulation = load("fastai.callback.training").GradientAccumulation(n_acc=2 * BATCH)
-    learn = learner([SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced"), accumulation])
-    learn.fit(EPOCHS)
-    check_same(learn.model, by_hand(hardest(0.5), every=2)[0])
-
-
-@needs_fastai
-def test_mixed_precision_is_fastais(monkeypatch: pytest.MonkeyPatch):
-    # bfloat16 under a gradient scaler, both of the CPU, against a second forward of the kept rows, written out. Red
-    # when: the rows are scored before autocast is entered, or the scale is left out of the backward.
-    from rowprop.integrations.fastai import SelectiveBackpropCallback
-
-    fp16 = load("fastai.callback.fp16")
-    monkeypatch.setattr(fp16, "autocast", lambda *_, **__: torch.autocast("cpu", dtype=torch.bfloat16))
-    monkeypatch.setattr(fp16, "GradScaler", lambda *_, **__: torch.amp.GradScaler("cpu", init_scale=1024.0))
-    learn = learner([SelectiveBackpropCallback(rowprop.TopK(keep=0.25), engine="recompute"), fp16.MixedPrecision()])
-    learn.fit(EPOCHS)
-    check_same(learn.model, by_hand_in_bfloat16(0.25))
-
-
-@needs_fastai
 def test_all_rows_are_the_untouched_learner():
     # Bit for bit, with batches of 6 rows: red when the loss is a sum of losses times 1/6, is scaled, or when random
     # numbers are drawn.
@@ -258,61 +188,10 @@ def test_all_rows_are_the_untouched_learner():
     for callback in (SelectiveBackpropCallback(rowprop.TopK(keep=1.0)), BatchLossFilter()):
         selective = learner(callback, batch=6)
         selective.fit(EPOCHS)
-        for a, b in zip(plain.model.parameters(), selective.model.parameters(), strict=True):
-            assert torch.equal(a, b)
+        check_equal(plain.model, selective.model)
         for line, truth in zip(table(selective), table(plain), strict=True):
             assert line["valid_loss"] == truth["valid_loss"]
             assert line["train_loss"] == pytest.approx(truth["train_loss"], rel=1e-6)  # torch sums it in another order
-
-
-@needs_fastai
-def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
-    # Red when: the state holds no generator, or a second fit forgets the step.
-    from rowprop.integrations.fastai import SelectiveBackpropCallback
-
-    def callback() -> SelectiveBackpropCallback:
-        return SelectiveBackpropCallback(
-            rowprop.RandomRows(keep=0.5), engine="sliced", generator=torch.Generator().manual_seed(3)
-        )
-
-    straight, first, second = (learner(callback(), path=tmp_path) for _ in range(3))
-    straight.fit(EPOCHS)
-    first.fit(1)
-    file = first.save("half")
-    torch.save(first.selective_backprop.state_dict(), file.with_suffix(".selective"))
-    second.load("half")
-    second.selective_backprop.load_state_dict(torch.load(file.with_suffix(".selective"), weights_only=True))
-    second.fit(EPOCHS, start_epoch=1)
-    for a, b in zip(straight.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert (
-        second.selective_backprop.record.step == straight.selective_backprop.record.step == EPOCHS * ROWS // BATCH - 1
-    )
-
-
-@needs_fastai
-def test_the_kept_share_of_each_class_stands_in_the_table_on_request():
-    # Against counts by hand. Red when: shares are of all kept rows, or classes and rows are of different batches.
-    from rowprop.integrations.fastai import SelectiveBackpropCallback
-
-    learn = learner(
-        SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced", classes_fn=lambda batch: batch[1])
-    )
-    learn.dls.c = 3
-    model, shares = network(), [list[float]() for _ in range(3)]
-    learn.fit(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for x, y in DataLoader(data(), BATCH):
-        losses = losses_of(model, (x, y))
-        rows = losses.topk(BATCH // 2).indices
-        for number in y.unique().tolist():
-            shares[number].append(int((y[rows] == number).sum()) / int((y == number).sum()))
-        losses[rows].mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    (line,) = table(learn)
-    for number, found in enumerate(shares):
-        assert line[f"kept/{number}"] == pytest.approx(sum(found) / len(found))
 
 
 @needs_fastai
@@ -436,13 +315,6 @@ def test_a_learner_is_pickled_with_its_callback():
     callback = pickle.loads(load("cloudpickle").dumps(learn)).selective_backprop
     check_same(callback.learn.model, learn.model)
     assert callback.record is callback.step is None
-
-
-@needs_fastai
-def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
-    # Red when: a line of the page no longer works, or prints something else.
-    load("fastai.basics")
-    assert last_line_of("fastai.md", capsys) == "16 64"
 
 
 @needs_fastai

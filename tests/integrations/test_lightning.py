@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import signal
-from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,26 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
 
 import rowprop
-from plain_loop import (
-    BATCH,
-    EPOCHS,
-    RATE,
-    ROWS,
-    by_hand,
-    by_hand_in_bfloat16,
-    check_equal,
-    check_same,
-    data,
-    hardest,
-    last_line_of,
-    losses_of,
-    network,
-)
+from plain_loop import BATCH, EPOCHS, ROWS, batches, by_hand, check_same, data, descend, hardest, losses_of, network
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, WithIds
+from trainers import fit, module_of
 
 MODULE = "rowprop.integrations.lightning"
 
@@ -46,160 +31,17 @@ pytestmark = [
 ]
 
 
-def module_of(package: str) -> Any:
-    """A LightningModule of either package."""
-    lightning = importlib.import_module(package)
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-            self.validated: list[float] = []
-
-        def losses(self, batch: Any) -> Tensor:
-            return losses_of(self.network, batch)
-
-        def training_step(self, batch: Any, _: int) -> Tensor:
-            return self.losses(batch).mean()
-
-        def validation_step(self, batch: Any, _: int) -> None:
-            self.validated.append(float(self.losses(batch).mean()))
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=RATE)
-
-    return Module()
-
-
-def fit(module: Any, callbacks: list[Any], folder: Path, *, package: str = "lightning.pytorch", dataset: Any = None,
-        ckpt: Path | None = None, batch: int = BATCH, **settings: Any) -> Any:  # fmt: skip
-    lightning = importlib.import_module(package)
-    given: dict[str, Any] = {"max_epochs": EPOCHS, "logger": False, "enable_checkpointing": False}
-    trainer = lightning.Trainer(
-        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        callbacks=callbacks, **given | settings,
-    )  # fmt: skip
-    dataset = data() if dataset is None else dataset
-    sampler = EachRank() if "devices" in settings else None
-    trainer.fit(module, DataLoader(dataset, batch, sampler=sampler), DataLoader(data(), BATCH), ckpt_path=ckpt)
-    return trainer
-
-
-class EachRank(Sampler[int]):
-    """Every second row, from the rank on."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(torch.distributed.get_rank(), ROWS, 2))
-
-    def __len__(self) -> int:
-        return ROWS // 2
-
-
-class Listener:
-    """Takes note of the logged numbers and of the rows, in every step."""
-
-    def __init__(self, package: str) -> None:
-        callback = importlib.import_module(package).Callback
-        logged = self.logged = list[dict[str, float]]()
-
-        class Listens(callback):
-            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-        self.callback = Listens()
-
-
-@needs_lightning
-@pytest.mark.parametrize("engine", ["sliced", "recompute"])
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_the_parameters_and_logs_are_those_of_a_plain_loop(package: str, engine: str, tmp_path: Path):
-    # Red when: the loss is the mean of all rows, or `loss_all` is that of the kept ones.
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
-    module, listener = module_of(package), Listener(package)
-    own = module.training_step
-    ours = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine=engine)
-    fit(module, [ours, listener.callback], tmp_path, package=package)
-    model, logged = by_hand(hardest(0.5))
-    check_same(module.network, model)
-    for found, truth in zip(listener.logged, logged, strict=True):
-        assert {name: found[name] for name in truth} == pytest.approx(truth, abs=1e-5)
-    assert module.training_step == own  # the module is as it was
-    assert len(module.validated) == 2 + EPOCHS * ROWS // BATCH  # the sanity check has two batches
-
-
-@needs_lightning
-def test_accumulation_is_lightnings(tmp_path: Path):
-    # Red when: the loss is divided by the accumulated batches once more.
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
-    module = module_of("lightning.pytorch")
-    fit(
-        module,
-        [SelectiveBackpropCallback(rowprop.TopK(keep=0.25), engine="sliced")],
-        tmp_path,
-        accumulate_grad_batches=2,
-    )
-    check_same(module.network, by_hand(hardest(0.25), every=2)[0])
-
-
-@needs_lightning
-def test_mixed_precision_is_lightnings(tmp_path: Path):
-    # bfloat16 against a second forward of the kept rows, written out. Red when the rows are scored outside of autocast.
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
-    module = module_of("lightning.pytorch")
-    ours = SelectiveBackpropCallback(rowprop.TopK(keep=0.25), engine="recompute")
-    fit(module, [ours], tmp_path, precision="bf16-mixed")
-    check_same(module.network, by_hand_in_bfloat16(0.25))
-
-
 @needs_lightning
 def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     # Red when: a rank's loss carries another factor than its share of the kept rows.
     from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     module, model = module_of("lightning.pytorch"), network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for number in range(EPOCHS * ROWS // BATCH // 2):
-        start = number * 2 * BATCH % ROWS
-        for rank in (0, 1):
-            losses = losses_of(model, data()[start + rank : start + 2 * BATCH : 2])
-            (losses.topk(BATCH // 2).values.mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    ranks = [(x[rank::2], y[rank::2]) for x, y in batches(2 * BATCH) for rank in (0, 1)]
+    descend(model, ranks, lambda model, batch: losses_of(model, batch).topk(BATCH // 2).values.mean(), every=2)
     ours = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced")
     fit(module, [ours], tmp_path, strategy="ddp_fork", devices=2, use_distributed_sampler=False)
     check_same(module.network, model)
-
-
-@needs_lightning
-def test_the_kept_share_of_each_class_is_logged_on_request(tmp_path: Path):
-    # Against counts by hand. Red when: shares are of all kept rows, or classes and rows are of different batches.
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
-    module, listener = module_of("lightning.pytorch"), Listener("lightning.pytorch")
-    callback = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced", classes_fn=lambda batch: batch[1])
-    fit(module, [callback, listener.callback], tmp_path, max_epochs=1)
-    model = network()
-    x, y = data()[:BATCH]
-    rows = losses_of(model, (x, y)).topk(BATCH // 2).indices
-    for number in y.unique().tolist():
-        expected = int((y[rows] == number).sum()) / int((y == number).sum())
-        assert listener.logged[0][f"kept/{number}"] == pytest.approx(expected)
-
-
-@needs_lightning
-def test_all_rows_are_the_untouched_trainer(tmp_path: Path):
-    # Bit for bit, with batches of 6 rows: red when the loss is a sum of losses times 1/6, is scaled, or when random
-    # numbers are drawn.
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
-    plain, selective = module_of("lightning.pytorch"), module_of("lightning.pytorch")
-    fit(plain, [], tmp_path, batch=6)
-    fit(selective, [SelectiveBackpropCallback(rowprop.TopK(keep=1.0))], tmp_path, batch=6)
-    check_equal(plain, selective)
-    assert plain.validated == selective.validated
 
 
 @needs_lightning
@@ -313,12 +155,6 @@ def test_progress_ends_where_the_training_does(max_epochs: int | None, max_steps
     fit(module_of("lightning.pytorch"), [ours], tmp_path, max_epochs=max_epochs, max_steps=max_steps)
     whole = 4 if max_steps == 4 else EPOCHS * ROWS // BATCH
     assert seen == pytest.approx([number / whole for number in range(whole)])
-
-
-@needs_lightning
-def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
-    # Red when: a line of the page no longer works, or prints something else.
-    assert last_line_of("lightning.md", capsys) == "16 64"
 
 
 @needs_lightning

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import rowprop
-from plain_loop import DOCS, by_hand, hardest
+from plain_loop import DOCS, by_hand, descend, hardest, losses_of
 
 NAMES = ("loss_all", "loss_kept", "kept")
 LOGGERS = ("tensorboard", "mlflow", "trackio", "wandb")
@@ -117,16 +117,14 @@ def test_the_lines_of_the_page_write_the_numbers(logger: str, looped: dict[str, 
     # Red when: a line of the page is misspelt, or `loss_all` is that of the kept rows.
     torch.manual_seed(0)
     model, x, y = nn.Linear(20, 4), torch.randn(64, 20), torch.randint(4, (64,))
-    truth: dict[str, list[float]] = {"loss_all": [], "loss_kept": []}
-    for _ in range(3):
-        losses = nn.functional.cross_entropy(model(x), y, reduction="none")
-        kept = losses.topk(16).values
+    truth: dict[str, list[float]] = {"loss_all": []}
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        losses = losses_of(model, batch)
         truth["loss_all"].append(float(losses.mean()))
-        truth["loss_kept"].append(float(kept.mean()))
-        for parameter, gradient in zip(
-            model.parameters(), torch.autograd.grad(kept.mean(), list(model.parameters())), strict=True
-        ):
-            parameter.data -= 0.1 * gradient
+        return losses.topk(16).values.mean()
+
+    truth["loss_kept"] = descend(model, [(x, y)] * 3, loss_of, rate=0.1)
     for name, values in truth.items():
         assert looped[logger](name) == pytest.approx(values, abs=1e-5)
     assert looped[logger]("num_kept") == [16, 16, 16]
@@ -139,9 +137,9 @@ def test_the_lines_of_the_page_write_the_numbers(logger: str, looped: dict[str, 
 def trained(place: Path) -> dict[str, Callable[[str], list[float]]]:
     """Transformers' Trainer has trained with all of them."""
     import wandb
-    from test_trainer import classes, classifier, make_trainer, texts
 
     from rowprop.integrations.transformers import select
+    from transformers_trainer import classes, classifier, make_trainer, texts
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(place / "trainer"))
@@ -165,19 +163,18 @@ def trained(place: Path) -> dict[str, Callable[[str], list[float]]]:
 @pytest.mark.parametrize("logger", LOGGERS)
 def test_the_trainers_loggers_have_the_numbers(logger: str, trained: dict[str, Any]):
     # Red when: `select` adds the numbers after the Trainer has logged.
-    from test_trainer import BATCH, batches, classes, classifier, row_losses, texts
+    from transformers_trainer import BATCH, batches, classes, classifier, row_losses, texts
 
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    truth: dict[str, list[float]] = {name: [] for name in NAMES}
-    for batch in batches(texts(classes)):
+    truth: dict[str, list[float]] = {"loss_all": [], "kept": []}
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
         losses = row_losses(model, batch)
-        kept = losses.topk(BATCH // 2).values
-        for name, value in zip(NAMES, (losses.mean(), kept.mean(), 0.5), strict=True):
-            truth[name].append(float(value))
-        kept.mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        truth["loss_all"].append(float(losses.mean()))
+        truth["kept"].append(0.5)
+        return losses.topk(BATCH // 2).values.mean()
+
+    truth["loss_kept"] = descend(model, batches(texts(classes)), loss_of)
     for name, values in truth.items():
         assert trained[logger](name) == pytest.approx(values, abs=1e-5)
 
@@ -186,9 +183,9 @@ def test_the_trainers_loggers_have_the_numbers(logger: str, trained: dict[str, A
 def lightened(place: Path) -> dict[str, Callable[[str], list[float]]]:
     """Lightning has trained with those that it has loggers for."""
     from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
-    from test_lightning import fit, module_of
 
     from rowprop.integrations.lightning import SelectiveBackpropCallback
+    from trainers import fit, module_of
 
     own = [
         TensorBoardLogger(place, name="lightning"), MLFlowLogger("lightning", tracking_uri="sqlite:///mlflow.db"),
