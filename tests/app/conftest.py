@@ -1,0 +1,80 @@
+"""What the app's tests share: one thread, and comparisons that are trained once; a test that writes copies its folder.
+
+The commands of ``compared`` are those of ``tools/commands.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compare_cases
+from commands import compare as compare_by_command
+from rowprop.app.compare.run import Outcome, compare
+from rowprop.app.compare.settings import Settings
+
+Compared = tuple[Path, Outcome]
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with on_one_thread():
+        yield
+
+
+@pytest.fixture(scope="session")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a small comparison, and what its command printed."""
+    out = tmp_path_factory.mktemp("compared") / "out"
+    with on_one_thread():
+        result = compare_by_command(out)
+    assert result.exit_code == 0, result.stderr
+    return out, result
+
+
+def trained(factory: pytest.TempPathFactory, **changes: Any) -> Compared:
+    out = factory.mktemp("trained") / "out"
+    with on_one_thread():
+        return out, compare(Settings(**changes), out)
+
+
+@pytest.fixture(scope="session")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    """Methods and engines of each kind, with two seeds, on data whose class names are an attack."""
+    methods = "full,ohem,ohem@recompute,infobatch+batch-loss-filter"
+    small = {"batch_rows": 20, "epochs": 3, "seeds": 2, "keep": 0.25}
+    return trained(tmp_path_factory, data="compare_cases:hostile", model="compare_cases:net", methods=methods, **small)
+
+
+@pytest.fixture(scope="session")
+def glosses(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with small files of WordNet's form."""
+    folder = tmp_path_factory.mktemp("wordnet")
+    compare_cases.write_glosses(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def texts(glosses: str, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    """Texts, an attack in every tenth."""
+    small = {"batch_rows": 20, "epochs": 10, "seeds": 1, "methods": "full,ohem"}
+    return trained(tmp_path_factory, data="wordnet", data_dir=glosses, **small)
+
+
+@pytest.fixture(scope="session")
+def tokens(glosses: str, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    small = {"batch_rows": 8, "epochs": 2, "seeds": 2, "methods": "full,random,ohem,ohem@cut"}
+    return trained(tmp_path_factory, data="wordnet", data_dir=glosses, model="gpt", **small)
