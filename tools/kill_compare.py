@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from rowprop.app.compare.run import compare
+from rowprop.app.compare import run as run_module
 from rowprop.app.compare.settings import Settings
 
 SETTINGS = Settings(
@@ -44,9 +44,10 @@ def touches_files(function: Any) -> bool:
 def attempt(out: Path, *, moment: int | None, files_only: bool, **flags: bool) -> tuple[int, str]:
     """Compare in a process of its own, which kills itself at this call; None for never.
 
+    Calls that draw the page, most of all, do not count: nothing is on its way to a disk meanwhile.
+
     Returns:
-        Its wait status, and the call at which it died, or how many calls it made: of all kinds before it wrote the
-        results, whose page is most of the calls, and to files.
+        Its wait status, and the call at which it died, or how many calls it made: of all kinds, and to files.
 
     """
     reader, writer = os.pipe()
@@ -57,26 +58,30 @@ def attempt(out: Path, *, moment: int | None, files_only: bool, **flags: bool) -
         with os.fdopen(reader) as pipe:
             return status, pipe.read()
     code = 1
-    try:
-        counts = {False: 0, True: 0}
-        before_results = 0
+    counts = {False: 0, True: 0}
+    draw = run_module.render_report
 
-        def watch(frame: Any, event: str, function: Any) -> None:
-            nonlocal before_results
+    def watch(frame: Any, event: str, function: Any) -> None:
+        to_files = event.startswith("c_") and touches_files(function)
+        counts[False] += 1
+        counts[True] += to_files
+        if counts[files_only] == moment and (to_files or not files_only):
             name = frame.f_code.co_name if event in ("call", "return") else function.__name__
-            if (name, event) == ("summarise", "call"):
-                before_results = counts[False]
-            to_files = event.startswith("c_") and touches_files(function)
-            counts[False] += 1
-            counts[True] += to_files
-            if counts[files_only] == moment and (to_files or not files_only):
-                os.write(writer, f"{'after' if event.endswith('return') else 'before'} {name}".encode())
-                os.kill(os.getpid(), signal.SIGKILL)
+            os.write(writer, f"{'after' if event.endswith('return') else 'before'} {name}".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        sys.setprofile(watch)
-        compare(SETTINGS, out, **flags)
+    def unwatched(*given: Any) -> str:
         sys.setprofile(None)
-        os.write(writer, f"{before_results} {counts[True]}".encode())
+        page = draw(*given)
+        sys.setprofile(watch)
+        return page
+
+    try:
+        run_module.render_report = unwatched
+        sys.setprofile(watch)
+        run_module.compare(SETTINGS, out, **flags)
+        sys.setprofile(None)
+        os.write(writer, f"{counts[False]} {counts[True]}".encode())
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -109,13 +114,11 @@ def main() -> None:
     moments = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as scratch:
         out, whole = Path(scratch, "killed"), Path(scratch, "whole")
-        compare(SETTINGS, Path(scratch, "first"))  # loads all modules, before the forks
+        run_module.compare(SETTINGS, Path(scratch, "first"))  # loads all modules, before the forks
         status, counted = attempt(whole, moment=None, files_only=False)
         assert status == 0, counted
         calls = {files_only: int(count) for files_only, count in zip((False, True), counted.split(), strict=True)}
-        print(
-            f"A comparison that nobody kills makes {calls[False]:,} calls before its results, {calls[True]} to files."
-        )
+        print(f"A comparison that nobody kills makes {calls[False]:,} calls beside its page, {calls[True]} to files.")
         kills = ends = 0
         kept: set[bytes] = set()
         flags = {"fresh": True}
