@@ -25,12 +25,10 @@ from typing import Any
 
 import torch
 
+from compare_cases import settings
 from rowprop.app.compare import run as run_module
-from rowprop.app.compare.settings import Settings
 
-SETTINGS = Settings(
-    data="compare_cases:tiny", model="compare_cases:net", methods="full,ohem", seeds=2, epochs=2, batch_rows=20
-)
+SETTINGS = settings(methods="full,ohem", seeds=2, epochs=2)
 CHANGING = ("open", "write", "fsync", "replace", "rename", "mkdir", "unlink", "flock", "ftruncate", "close")
 
 
