@@ -11,12 +11,9 @@ SMALLEST_IN_FIGURES = """return Math.min(...[...document.querySelectorAll("main 
   parseFloat(getComputedStyle(e).fontSize) * e.ownerSVGElement.getBoundingClientRect().width
   / e.ownerSVGElement.viewBox.baseVal.width))"""
 """As high as letters come out on the screen, in pixels."""
-STICKING_OUT = """
-const scrolls = e => e && (["auto", "scroll"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
-return [...document.querySelectorAll("main *, article *")]
-  .filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e)).map(e => e.outerHTML.slice(0, 120));
-"""
-"""What is wider than the screen, and in nothing that scrolls."""
+STICKING_OUT = """return [...document.querySelectorAll('main *')]
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 120))"""
+"""What is wider than the screen."""
 
 
 def sized(browser: Any, width: int, height: int = 800) -> None:

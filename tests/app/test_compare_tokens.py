@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -38,14 +38,10 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def settings(glosses: str, **changes: object) -> Settings:
-    given = {"data": "wordnet", "data_dir": glosses, "model": "gpt", "batch_rows": BATCH, "epochs": EPOCHS}
-    return Settings(**(given | changes))  # type: ignore[arg-type]
-
-
-def train_one(glosses: str, data: Dataset, label: str, **changes: object) -> tuple[Run, GPT]:
+def train_one(data: Dataset, label: str) -> tuple[Run, GPT]:
     """Train one method; return the run and its model."""
-    chosen, built = settings(glosses, methods=label, **changes), []
+    chosen = Settings(data="wordnet", model="gpt", methods=label, batch_rows=BATCH, epochs=EPOCHS)
+    built: list[GPT] = []
     build = train_module.build_model
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train_module, "build_model", lambda *given: built.append(build(*given)) or built[-1])
@@ -60,16 +56,16 @@ def counts(data: Dataset, y: Tensor) -> Tensor:
     return torch.arange(y.shape[1]) <= torch.tensor(last)[:, None]
 
 
+def all_of_them(losses: Tensor, counted: Tensor, rows: Tensor) -> Tensor:
+    return counted
+
+
+@cache  # the same truth for several engines
 def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> tuple[GPT, int, int]:
-    """An ordinary loop, written without rowprop.
+    """An ordinary loop, written without rowprop; returns the model, and how many tokens were seen and kept.
 
-    Args:
-        thinning: Called with the model before the first step. The function that it returns is called after each
-            backward with the tokens that count.
-
-    Returns:
-        The model, and how many tokens were seen and kept.
-
+    ``thinning`` is called with the model before the first step, and the function that it returns after each backward
+    with the number of tokens that count.
     """
     torch.manual_seed(0)
     model = GPT(len(data.class_names), len(data.class_names))
@@ -172,10 +168,10 @@ def test_the_glosses_of_wordnet_fill_their_rows():
 
 
 @pytest.mark.usefixtures("double")
-def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(glosses: str, data: Dataset):
+def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(data: Dataset):
     # Red when: padding counts, in the loss or in the perplexity; the mean is over rows; the rate is a step late.
-    run, model = train_one(glosses, data, "full")
-    expected, seen, _ = loop_by_hand(data, lambda losses, counted, rows: counted)
+    run, model = train_one(data, "full")
+    expected, seen, _ = loop_by_hand(data, all_of_them)
     assert_same(model, expected)
     assert run.rows_seen == run.rows_backpropagated == seen
     assert (run.perplexity, run.accuracy) == pytest.approx(perplexity_by_hand(model, data), rel=1e-5)
@@ -184,7 +180,7 @@ def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(
 
 
 @pytest.mark.usefixtures("double")
-def test_thinned_is_an_ordinary_loop_with_one_line_more(glosses: str, data: Dataset, monkeypatch: pytest.MonkeyPatch):
+def test_thinned_is_an_ordinary_loop_with_one_line_more(data: Dataset, monkeypatch: pytest.MonkeyPatch):
     # Red when: the step is not thinned, or with another generator; all tokens count as backpropagated.
     half = partial(rowprop.thin, keep=0.5)  # by default, a block keeps all rows of so short a training
     kept: list[int] = []
@@ -194,18 +190,18 @@ def test_thinned_is_an_ordinary_loop_with_one_line_more(glosses: str, data: Data
         return lambda counted: kept.append(round(counted / 2))
 
     monkeypatch.setattr(train_module, "thin", half)
-    run, model = train_one(glosses, data, "thinned")
-    expected, seen, _ = loop_by_hand(data, lambda losses, counted, rows: counted, thinning=thinning)
+    run, model = train_one(data, "thinned")
+    expected, seen, _ = loop_by_hand(data, all_of_them, thinning=thinning)
     assert_same(model, expected)
-    assert_same(model, loop_by_hand(data, lambda losses, counted, rows: counted)[0], differs=True)
+    assert_same(model, loop_by_hand(data, all_of_them)[0], differs=True)
     assert (run.engine, run.rows_seen, run.rows_backpropagated, run.chosen) == ("plain", seen, sum(kept), [])
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("engine", ["sliced", "masked", "cut"])
-def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, glosses: str, data: Dataset):
+def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, data: Dataset):
     # Red when: padding is among the tokens to choose from; cut is sliced, or detaches at the kept tokens.
-    run, model = train_one(glosses, data, f"ohem@{engine}")
+    run, model = train_one(data, f"ohem@{engine}")
     expected, seen, kept = loop_by_hand(data, hardest_half, cut=engine == "cut")
     assert_same(model, expected)
     assert (run.engine, run.rows_seen, run.rows_backpropagated) == (engine, seen, kept)
@@ -216,9 +212,7 @@ def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, glosse
 
 
 @pytest.mark.usefixtures("double")
-def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(
-    glosses: str, data: Dataset, monkeypatch: pytest.MonkeyPatch
-):
+def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(data: Dataset, monkeypatch: pytest.MonkeyPatch):
     # Red when: each model judges its own half; its losses stand in other rows; they are trained for all epochs.
     given, trained = [], []
     made, steps = Method.made, train_module.Stepper.steps
@@ -233,7 +227,7 @@ def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(
 
     monkeypatch.setattr(train_module.Stepper, "steps", spied)
     monkeypatch.setattr(Method, "made", spied_made)
-    run, model = train_one(glosses, data, "rho1")
+    run, model = train_one(data, "rho1")
     reference = given[-1]
     assert reference.shape == data.train_y.shape
     (first, first_rows, epochs), (second, second_rows, _), (_, all_rows, _) = trained
@@ -254,15 +248,15 @@ def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(
     assert spent <= run.phases_s["score"] <= run.train_s
 
 
-def test_random_tokens_are_half_of_those_that_count_and_other_ones_each_seed(glosses: str, data: Dataset):
+def test_random_tokens_are_half_of_those_that_count(data: Dataset):
     # Red when: half of all positions are drawn, padding included.
-    run, _ = train_one(glosses, data, "random")
+    run, _ = train_one(data, "random")
     counted = counts(data, data.train_y)
     least = EPOCHS * (int(counted.sum()) - BATCH * 64) // 2  # the remainder of an epoch is left out
     assert least <= run.rows_backpropagated <= EPOCHS * int(counted.sum()) // 2 + 10
     assert run.rows_seen == pytest.approx(2 * run.rows_backpropagated, abs=10)
 
 
-def test_a_method_of_ones_own_chooses_among_tokens(glosses: str, data: Dataset):
-    own, named = (train_one(glosses, data, label)[0] for label in ("compare_cases:own_top@cut", "ohem@cut"))
+def test_a_method_of_ones_own_chooses_among_tokens(data: Dataset):
+    own, named = (train_one(data, label)[0] for label in ("compare_cases:own_top@cut", "ohem@cut"))
     assert (own.perplexity, own.rows_backpropagated) == (named.perplexity, named.rows_backpropagated)

@@ -103,8 +103,7 @@ BEATEN = " at the same keep" + BEYOND
 def test_the_verdict_begins_with_what_random_reaches(others, said: str):
     # Red when: full comes first, more rows pass as the same keep, pruning is judged by random rows without it, or the
     # first random is the control, whatever its keep.
-    methods = [told("full", 0.95), *(told(*other[:2], rows=other[2]) for other in others)]
-    methods.insert(2 if others[0][0] == "random@thinned" else 1, told("random", 0.90))
+    methods = [told("full", 0.95), *(told(name, mean, rows=rows) for name, mean, rows in others), told("random", 0.90)]
     for seconds in (None, 30.0):
         assert verdict(methods, seconds=seconds).startswith(said)
         assert NO_CONTROL not in verdict(methods, seconds=seconds)
