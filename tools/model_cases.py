@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,12 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def complete() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), losses
+def having(losses_fn: Callable[..., object]) -> Callable[[], tuple[nn.Module, Batch, object]]:
+    """The factory of a model and its batch with these losses."""
+    return lambda: (*mlp_with_batch(), losses_fn)
+
+
+complete = having(losses)
 
 
 def with_batchnorm() -> nn.Module:
@@ -37,7 +42,7 @@ def with_batchnorm() -> nn.Module:
 
 def with_zero_head() -> nn.Module:
     """As torchvision's ViT: every gradient below the head is zero."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = mlp()
     nn.init.zeros_(model[2].weight)
     nn.init.zeros_(model[2].bias)
     return model
@@ -74,20 +79,6 @@ def returns_text() -> str:
 
 def one_row() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))
-
-
-def transformer() -> tuple[nn.Module, Batch]:
-    """A step of about two seconds on one thread: 6 layers of width 384 on 20 sequences of 128 vectors."""
-    layer = nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 6), Pool(), nn.Linear(384, 10))
-    return model, (torch.randn(20, 128, 384), torch.randint(10, (20,)))
-
-
-class Pool(nn.Module):
-    """The mean over a sequence."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
 
 
 class Tokens(nn.Module):
@@ -159,14 +150,6 @@ def shapes_do_not_fit() -> tuple[nn.Module, Batch]:
     return mlp(), (torch.randn(8, 5), torch.randint(3, (8,)))
 
 
-def broken_losses(model: nn.Module, batch: Batch) -> Tensor:
-    return losses(model, {}["x"])
-
-
-def losses_fail() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), broken_losses
-
-
 class FailsBackwards(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -177,28 +160,15 @@ class FailsBackwards(torch.autograd.Function):
         raise ValueError("no gradient here")
 
 
-def backward_fails() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), lambda model, batch: FailsBackwards.apply(losses(model, batch))
-
-
-def leaves(model: nn.Module, batch: Batch) -> Tensor:
-    sys.exit(0)
-
-
-def losses_leave() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), leaves
-
-
 def stopped(model: nn.Module, batch: Batch) -> Tensor:
     raise KeyboardInterrupt
 
 
-def losses_stopped() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), stopped
-
-
-def losses_of_the_model_alone() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), lambda model: model
+losses_fail = having(lambda model, batch: losses(model, {}["x"]))
+backward_fails = having(lambda model, batch: FailsBackwards.apply(losses(model, batch)))
+losses_leave = having(lambda model, batch: sys.exit(0))
+losses_stopped = having(stopped)
+losses_of_the_model_alone = having(lambda model: model)
 
 
 def frozen() -> tuple[nn.Module, Batch]:

@@ -162,7 +162,8 @@ def test_a_lower_perplexity_is_the_better_one(others, seconds: float | None, sai
 # --- the gallery ------------------------------------------------------------------------------------------------------
 
 
-def test_the_wrong_label_comes_first_in_the_gallery(tmp_path: Path):
+def test_the_wrong_label_comes_first_in_the_gallery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rowprop.app.compare.run.render_report", lambda *_: "")
     given = settings(data="compare_cases:mislabelled", methods="ohem", seeds=2, epochs=4, keep=0.5)
     results = compare(given, tmp_path).results
     first = results["most_chosen"][0]
