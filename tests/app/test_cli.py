@@ -29,9 +29,6 @@ TOOLS = ROOT / "tools"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TOOLS}{os.pathsep}{ROOT / 'src'}"}
 
 
-# --- rowprop compare --------------------------------------------------------------------------------------------------
-
-
 def test_a_comparison_prints_its_tables_and_writes_its_files(compared: tuple[Path, Any]):
     out, result = compared
     assert {path.name for path in out.iterdir()} == {"results.json", "report.html", "settings.json", "runs", LOCK}
@@ -92,17 +89,12 @@ def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):
     ("module", "package"),
     [("matplotlib.figure", "matplotlib"), ("jinja2", "jinja2"), ("sklearn.datasets", "scikit-learn")],
 )
-def test_compare_asks_for_its_packages_before_it_does_anything(
-    module: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_compare_asks_for_its_packages_before_it_does_anything(module: str, package: str, monkeypatch, tmp_path: Path):
     # Red: after the import of torch, or after the data are loaded.
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "rowprop.app.compare.run", None)
     said = f"rowprop: rowprop compare needs {package}, which is not installed; run: pip install matplotlib jinja2 "
     refused(run("compare", "--out", tmp_path), f"{said}pillow scikit-learn.")
-
-
-# --- rowprop verify ---------------------------------------------------------------------------------------------------
 
 
 def verify(model: str, *arguments: str):
@@ -164,9 +156,6 @@ def test_verify_knows_tokens():
     assert "Attention was cut at: _scaled_dot_product_flash_attention_for_cpu_backward (1)" in cut
 
 
-# --- rowprop flops ----------------------------------------------------------------------------------------------------
-
-
 def flops(model: str, *arguments: str) -> dict[str, Any]:
     return json.loads(run("flops", f"model_cases:{model}", *arguments, "--json").stdout)
 
@@ -204,8 +193,6 @@ def test_flops_takes_inputs_alone_and_says_that_no_loss_is_counted():
         found = flops(case)
         assert (found["forward_flops"], found["backward_flops"], found["has_loss"]) == (2 * 192, 2 * 192, False)
 
-
-# --- all commands alike -----------------------------------------------------------------------------------------------
 
 COMMANDS = {"verify": [], "flops": [], "profile": ["--rounds", "1"], "plan": ["--rounds", "1", "--keep", "0.5"]}
 FROZEN = "without a parameter that requires a gradient"
@@ -329,9 +316,7 @@ def test_a_modules_name_is_text(command: str):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_under_json_stdout_is_one_object_whatever_the_users_code_prints(
-    command: str, capfd: pytest.CaptureFixture[str]
-):
+def test_under_json_stdout_is_one_object_whatever_the_users_code_prints(command: str, capfd):
     # Red: `prints_on_stderr` yielding alone; without its dup2 the last line is on stdout.
     loud = [command, "model_cases:loud", *COMMANDS[command]]
     assert json.loads(run(*loud, "--json").stdout)["model"] == "model_cases:loud"
@@ -395,9 +380,6 @@ def test_without_its_packages_the_command_says_which_line_brings_them(package: s
     assert str(ended.value.code) == said
 
 
-# --- a stdout that cannot be written ----------------------------------------------------------------------------------
-
-
 def test_a_full_disk_behind_stdout_is_one_sentence(tmp_path: Path):
     # Red: `_mute` removed: Python's own attempt at its end changes the exit code to 120, and complains.
     most = 2**20
@@ -414,9 +396,7 @@ def test_a_full_disk_behind_stdout_is_one_sentence(tmp_path: Path):
     assert (found.returncode, found.stderr.splitlines()[-1]) == (2, said)
 
 
-def test_a_stdout_that_is_closed_is_one_sentence_and_one_that_nobody_reads_none(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_stdout_that_is_closed_is_one_sentence_and_one_that_nobody_reads_none(monkeypatch, capfd):
     # Red: `sys.stdout is None` not looked at: AttributeError; BrokenPipeError as any other OSError (exit code 2, and a
     # sentence after every `| head -1`).
     reader, writer = os.pipe()

@@ -121,9 +121,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return late
 
 
-# --- one run ----------------------------------------------------------------------------------------------------------
-
-
 def test_full_is_an_ordinary_loop_bit_for_bit():
     # Red with one more warm-up step on the model itself, another order, or a rate that is a step late.
     train_one("full", seed=3)
@@ -339,12 +336,7 @@ def test_composer_selects_between_half_and_nine_tenths_in_every_other_batch():
     assert run.rows_backpropagated == 40 * 20 - 8 * 10
 
 
-# --- the time that is charged -----------------------------------------------------------------------------------------
-
-
-def test_phases_add_up_to_the_training_time_and_leave_evaluation_out(
-    clock: list[float], steps: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
-):
+def test_phases_add_up_to_the_training_time_and_leave_evaluation_out(clock: list[float], steps, monkeypatch):
     # Red when: a phase counts what another one does, or evaluation is charged.
     judge = train_module.judge
 
@@ -369,9 +361,7 @@ def test_phases_add_up_to_the_training_time_and_leave_evaluation_out(
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("seconds", [400, 11])
-def test_under_seconds_each_method_gets_the_same_time_and_its_rate_follows_it_to_the_end(
-    seconds: int, steps: list[SimpleNamespace]
-):
+def test_under_seconds_each_method_gets_the_same_time_and_its_rate_follows_it_to_the_end(seconds: int, steps):
     # Red where the rate follows what a method is told of its whole first epoch, which is that no time has gone.
     for label in ("full", "composer", "batch-loss-filter", "infobatch", "infobatch+batch-loss-filter", "rho-loss"):
         run = train_one(label, epochs=None, seconds=seconds)
@@ -417,9 +407,6 @@ def test_diverging_training_is_one_sentence():
         train_module.irreducible_losses(settings(methods="rho-loss", lr=1e30), load_data("compare_cases:tiny"), 0)
 
 
-# --- the grid: what is kept, resumed, told ----------------------------------------------------------------------------
-
-
 def without_times(results: dict) -> list:
     return [
         [run["label"], run["seed"], run["accuracy"], run["perplexity"], run["rows_backpropagated"], run["loss_shares"]]
@@ -429,9 +416,7 @@ def without_times(results: dict) -> list:
 
 
 @pytest.mark.parametrize("name", ["grid", "tokens"])
-def test_resuming_ends_where_an_uninterrupted_comparison_ends(
-    name: str, glosses: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_resuming_ends_where_an_uninterrupted_comparison_ends(name: str, glosses: str, request, tmp_path, monkeypatch):
     # Red when: a run is trained otherwise because others are there, or one that is there is trained again.
     out, whole = request.getfixturevalue(name)
     part = shutil.copytree(out, tmp_path / "part")
@@ -462,9 +447,7 @@ def test_resuming_ends_where_an_uninterrupted_comparison_ends(
     assert kept == [run for place, run in enumerate(resumed.results["runs"]) if place % 3 != 1]  # also their times
 
 
-def test_a_comparison_may_grow_and_tells_each_finished_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_comparison_may_grow_and_tells_each_finished_run(tmp_path: Path, capsys, monkeypatch):
     # Red when: runs kept from before count as trained or as done in this session, so that the time left is wrong; a run
     # is told under another seed; seeds or methods are among the settings that may not change, or data are not.
     ticks: list[tuple[str, float]] = []
@@ -508,9 +491,6 @@ def test_results_tell_the_conditions_and_add_up(grid: tuple[Path, Outcome]):
         deviation = abs(runs[0]["accuracy"] - runs[1]["accuracy"]) / math.sqrt(2)
         assert method["accuracy"]["spread"] == pytest.approx(deviation)
         assert sum(method["phases_s"].values()) == pytest.approx(method["train_s"]["mean"])
-
-
-# --- methods of one's own ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", ["compare_cases:own_top", "compare_cases:own_function", "rowprop.recipes:ohem"])
@@ -570,9 +550,7 @@ def test_methods_of_ones_own_have_files_and_colours_of_their_own(tmp_path: Path,
         ("thinned", "without blocks that repeat (children of one class in a ModuleList or a Sequential)"),
     ],
 )
-def test_a_method_that_cannot_be_used_is_one_sentence_before_anything_is_written(
-    method: str, sentence: str, tmp_path: Path
-):
+def test_a_method_that_cannot_be_used_is_one_sentence_before_anything_is_written(method: str, sentence: str, tmp_path):
     with pytest.raises(InvalidInput) as caught:
         compare_quietly(tmp_path, methods=f"full,{method}")
     assert sentence in str(caught.value)

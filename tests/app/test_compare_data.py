@@ -65,9 +65,6 @@ def test_the_settings_follow_data_and_model():
     assert (chosen.unit, chosen.epochs, chosen.batch_rows, chosen.lr) == ("token", 4, 16, 0.003)
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -119,9 +116,6 @@ def test_textnet_sees_words_and_no_padding_and_stays_sliced():
         rowprop.pick(losses, torch.tensor([1, 5, 6])).mean().backward()
     assert report.sliced
     assert not report.densified
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

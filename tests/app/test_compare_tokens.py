@@ -132,9 +132,6 @@ def assert_same(model: nn.Module, expected: nn.Module, *, differs: bool = False)
     assert (off > 1e-3) if differs else (off < 1e-6), off
 
 
-# --- Data -------------------------------------------------------------------------------------------------------------
-
-
 def test_glosses_stand_whole_and_side_by_side():
     # Red when: a gloss may begin in one row and end in the next; a row with room is passed over; a row begins with its
     # first word; a long gloss loses its end.
@@ -162,9 +159,6 @@ def test_the_glosses_of_wordnet_fill_their_rows():
     assert (len(found.train_y), len(found.test_y), len(found.class_names)) == (800, 250, 4000)
     assert found.counted(found.train_y).float().mean() > 0.97
     assert (found.train_y == data_module.UNKNOWN).float().mean() < 0.2
-
-
-# --- Training ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("double")

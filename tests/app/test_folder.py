@@ -71,9 +71,6 @@ def stopped(finished: Path) -> Path:
     return finished
 
 
-# --- What compare did not make ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("name", ["runs/events.out.tfevents", "runs", "settings.json", "results.json", "report.html"])
 def test_a_folder_of_someone_else_stays_as_it_is(name: str, flags: list[str], tmp_path: Path):
@@ -122,14 +119,9 @@ def test_runs_without_their_settings_are_not_touched(content: str | bytes, flags
     stays(stopped, *flags, said=("settings.json", "rowprop compare", "nothing was touched"))
 
 
-# --- What is finished is kept -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changes", [[], ["--lr", "0.01"]], ids=["same", "other"])
 @pytest.mark.parametrize("state", ["finished", "stopped"])
-def test_runs_need_a_word_before_anything_happens_to_them(
-    state: str, changes: list[str], request: pytest.FixtureRequest
-):
+def test_runs_need_a_word_before_anything_happens_to_them(state: str, changes: list[str], request):
     # Red where a finished comparison may be overwritten.
     out, count = request.getfixturevalue(state), {"finished": 4, "stopped": 3}[state]
     said = f"holds a comparison with {count} finished runs; add --resume"
@@ -155,9 +147,7 @@ def test_fresh_sets_aside_and_what_is_aside_can_be_resumed(state: str, whole: Pa
     assert figures(out / "earlier-1") == figures(whole)
 
 
-def test_a_second_comparison_that_was_killed_is_not_taken_for_the_finished_first(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_second_comparison_that_was_killed_is_not_taken_for_the_finished_first(finished: Path, monkeypatch):
     # Red where results.json of the first stays, and tells that the runs of the second need not be asked about; where a
     # run file does not name its settings.
     def killed(*_: object) -> None:
@@ -211,9 +201,6 @@ def test_a_run_file_cut_or_changed_at_any_place_or_that_holds_no_run_is_refused(
             folder._read_run(file)
 
 
-# --- One writer -------------------------------------------------------------------------------------------------------
-
-
 def test_a_second_writer_is_refused_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Red without a lock: the second empties the folder, and both say that they are done.
     small = ("--methods", "full", "--seeds", "1")
@@ -234,9 +221,6 @@ def test_a_lock_that_nobody_holds_is_taken(text: str, stopped: Path):
     # Red where the file alone decides: after kill -9 the folder would stay locked.
     (stopped / LOCK).write_text(text)
     assert compare(stopped, "--resume").exit_code == 0
-
-
-# --- Nothing is touched before all is checked -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
@@ -270,9 +254,6 @@ def test_data_that_change_the_working_directory_do_not_move_the_folder(tmp_path:
     assert compare("out", "--data", "compare_cases:moving", "--methods", "full", "--seeds", "1").exit_code == 0
     assert (tmp_path / "out" / "report.html").is_file()
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-# --- Ctrl-C and disks -------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_counts_the_runs_of_this_comparison_only(stopped: Path, whole: Path, monkeypatch: pytest.MonkeyPatch):
@@ -318,9 +299,7 @@ def written(out: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("nth", range(7))  # settings, four runs, results, page
-def test_a_disk_that_is_full_at_any_write_loses_nothing(
-    nth: int, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_disk_that_is_full_at_any_write_loses_nothing(nth: int, tmp_path: Path, whole: Path, monkeypatch):
     calls, sync = iter(range(1000)), os.fsync
 
     def full(descriptor: int) -> None:

@@ -27,8 +27,6 @@ from rowprop.cost.count import count_step
 from rowprop.cost.plan import Cost, Measurement, PlainStep, make_plan
 from rowprop.cost.profile import profile
 
-# --- step time against keep -------------------------------------------------------------------------------------------
-
 N = 10
 COSTS = [Cost("sliced", 1.6, 0.2), Cost("recompute", 1.2, 0.3)]
 """Against a plain step of 3 s: sliced breaks even at K = 7, recompute at K = 6."""
@@ -94,9 +92,6 @@ def test_one_keep_has_dots_and_no_line_and_what_pays_everywhere_has_no_mark(tmp_
     assert note_of(a_plan(), tmp_path) == lines + "below keep 0.70, the dotted line."
 
 
-# --- the ratio against the batch size ---------------------------------------------------------------------------------
-
-
 def test_the_ratio_at_each_batch_size_is_the_closed_formula():
     # Red when: sizes are taken from one count by scaling, or the optimizer is not passed on.
     model, layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), [linear(4, 8), linear(8, 3)]
@@ -138,8 +133,6 @@ def test_sizes_are_counted_where_nothing_is_computed():
     by_rows = count_batches(model, batch, squares, count_step(model, batch, squares))
     assert {n: counted.forward_flops for n, counted in by_rows.items()} == {n: 24 * n for n in (1, 2, 4, 6)}
 
-
-# --- the commands -----------------------------------------------------------------------------------------------------
 
 CONTRACT = {
     "flops": {*"forward_flops backward_input_flops backward_weight_flops update_flops uncounted modules".split()},
@@ -205,9 +198,6 @@ def test_a_page_is_one_small_file_without_a_script_and_its_figure_a_picture_too(
     # The plan draws recompute in the second colour, the ratio its update.
     blue, second = (tuple(int(c[at : at + 2], 16) for at in (1, 3, 5)) for c in page.COLOURS[:2])
     assert {blue, second} <= colours
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def a_plot(name: str = "sliced") -> Figure:
@@ -288,13 +278,8 @@ def test_a_legend_of_many_names_takes_the_columns_that_fit_and_no_room_from_the_
         assert height == pytest.approx(drawn(["a"])[1], abs=12)
 
 
-# --- the commands: what fails -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", FIGURES)
-def test_a_folder_that_cannot_be_used_is_refused_before_anything_runs(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_that_cannot_be_used_is_refused_before_anything_runs(command: str, tmp_path: Path, monkeypatch):
     # Red when: the folder is tried out with report.html itself; open_folder does not look into report.html: exit code
     # 0, and the other page is gone.
     (tmp_path / "file").write_text("")
@@ -316,9 +301,7 @@ def test_a_folder_that_cannot_be_used_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize("command", FIGURES)
-def test_what_was_measured_is_told_even_where_the_page_cannot_be_written(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_was_measured_is_told_even_where_the_page_cannot_be_written(command: str, tmp_path: Path, monkeypatch):
     # Red when: the page is written first.
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -348,14 +331,9 @@ def test_page_and_json_tell_under_which_conditions(command: str, tmp_path: Path)
         assert page.environment(torch.device("cpu"), model)["dtype"] == dtypes
 
 
-# --- the browser ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("width", [1280, 400, 360])
 @pytest.mark.parametrize(("command", "name"), FIGURES.items())
-def test_a_page_fits_the_screen_draws_its_plot_and_says_nothing(
-    command: str, name: str, width: int, browser, pages: Path
-):
+def test_a_page_fits_the_screen_draws_its_plot_and_says_nothing(command: str, name: str, width: int, browser, pages):
     shown(browser, pages / command / "report.html", width)
     marks = f"return document.querySelectorAll('#{name} svg g > path, #{name} svg use')"
     assert len(browser.execute_script(marks)) >= 10
@@ -363,9 +341,6 @@ def test_a_page_fits_the_screen_draws_its_plot_and_says_nothing(
     assert browser.execute_script(SMALLEST_TEXT) >= 11
     assert browser.execute_script(SMALLEST_IN_FIGURES) >= 9
     assert browser.get_log("browser") == []
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def cells(text: str, title: str) -> list[dict[str, str]]:
@@ -399,8 +374,6 @@ def test_modules_know_their_class():
     assert {"0 (Linear)", "1.0 (Linear)", "1.1 (Tanh)"} <= titles
     assert all(row.kind == "" for row in found.ops)
 
-
-# --- names that others chose ------------------------------------------------------------------------------------------
 
 HOSTILE = "<img src=x onerror=window.hacked=1></script>{{ 7*7 }}"
 

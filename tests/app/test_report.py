@@ -29,9 +29,6 @@ Compared = tuple[Path, Outcome]
 ROWS, TOKENS = TASKS["row"], TASKS["token"]
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
-
-
 def told(label: str, mean: float, spread: float | None = 0.01, *, ratio: float = 1.0, rows: int = 500, seeds: int = 3):
     """A method as results.json has it, with either figure; full backpropagates 1,000 rows."""
     name, _, engine = label.partition("@")
@@ -159,9 +156,6 @@ def test_a_lower_perplexity_is_the_better_one(others, seconds: float | None, sai
     assert said in verdict(methods, seconds=seconds, task=TOKENS)
 
 
-# --- the gallery ------------------------------------------------------------------------------------------------------
-
-
 def test_the_wrong_label_comes_first_in_the_gallery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rowprop.app.compare.run.render_report", lambda *_: "")
     given = settings(data="compare_cases:mislabelled", methods="ohem", seeds=2, epochs=4, keep=0.5)
@@ -215,9 +209,6 @@ def test_a_picture_is_a_png_of_the_row():
     assert picture(torch.zeros(12), 0, 1) is None
 
 
-# --- the figures; that they are drawn is tested in the browser --------------------------------------------------------
-
-
 def test_every_method_has_a_colour_of_its_own():
     assert {*METHODS["row"], *METHODS["token"]} == {*report.NAMES}
     assert len(set(report.PALETTE)) == len(report.PALETTE) > len(report.NAMES)
@@ -258,10 +249,7 @@ def a_run(label: str, seed: int, points: list[tuple[float, float, float]]) -> di
 @pytest.mark.parametrize("slow_first", [True, False])
 def test_a_line_is_the_mean_over_the_seeds_in_both_directions(slow_first: bool):
     # Red when: the x axis is the clock of one seed, 3.6 s where the table says 6.1 s.
-    runs = [
-        a_run("full", 0, [(1, 1.8, 0.5), (2, 3.6, 0.7)]),
-        a_run("full", 1, [(1, 3.0, 0.7), (2, 8.6, 0.9)]),
-    ]
+    runs = [a_run("full", 0, [(1, 1.8, 0.5), (2, 3.6, 0.7)]), a_run("full", 1, [(1, 3.0, 0.7), (2, 8.6, 0.9)])]
     results = {"runs": runs[::-1] if slow_first else runs, "data": {}}
     figure = report.curves(results, {"full": {"color": "#000000", "dash": ""}}, "train_s", "")
     whisker, line = figure.axes[0].lines
@@ -281,9 +269,6 @@ def test_seeds_with_other_points_are_read_at_the_same_part_of_their_training():
     assert report.over_seeds({"runs": runs}, "full", "train_s") == [
         [pytest.approx(6.0), 6.0], [pytest.approx(10.5), pytest.approx(10.5)],
     ]  # fmt: skip
-
-
-# --- the tables and the page ------------------------------------------------------------------------------------------
 
 
 def printed(results: dict[str, Any]) -> str:
@@ -384,9 +369,6 @@ def test_the_pages_beside_the_study_are_small_and_say_its_verdict(path: Path):
     assert results["verdict"] == verdict(results["methods"], seconds=results["settings"]["seconds"])
     assert f'<p class="verdict">{results["verdict"]}</p>' in text
     assert results["verdict"] in STUDY.with_suffix(".md").read_text()
-
-
-# --- in a browser: plots are drawn, nothing complains, nothing untrusted runs, a phone can read it --------------------
 
 
 # Lines with a point for each epoch, or bars, at least. How long they are in the plot is told by the clock.

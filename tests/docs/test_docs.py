@@ -30,8 +30,6 @@ def blocks(text, *languages):
     return [body for language, body in FENCED.findall(text) if language in languages]
 
 
-# --- code -------------------------------------------------------------------------------------------------------------
-
 WITH_CODE = sorted(name for name, text in TEXTS.items() if blocks(text, "python") and name != "ARCHITECTURE")
 
 
@@ -71,8 +69,6 @@ def test_the_first_script_of_the_readme_is_short_and_complete():
     assert len(script.splitlines()) < 25
     assert "import torch" in script
 
-
-# --- the examples of ARCHITECTURE.md ----------------------------------------------------------------------------------
 
 PROOFS = {  # the file of tests that a block of ARCHITECTURE.md enters something in -> its tests of that entry
     "tools/zoo.py": ("tests/backprop/test_zoo.py", "mlp_with_equations"),
@@ -115,9 +111,6 @@ def test_the_additions_that_the_page_shows_work(tmp_path):
     assert all(re.search(rf"^(?:FAILED|ERROR) {file}", said, re.MULTILINE) for file, _ in PROOFS.values()), said
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
 def command_lines(text):
     """Lines of shell blocks, fenced or indented."""
     shell = "".join(blocks(text, "", "sh", "bash", "console"))
@@ -157,9 +150,6 @@ def test_the_commands_of_the_readme_run_on_its_module(tmp_path, monkeypatch):
             assert answer.exit_code == 0, answer.output
             ran.append(name)
     assert ran == ["verify", "plan", "flops", "profile"]
-
-
-# --- links, names, figures --------------------------------------------------------------------------------------------
 
 
 def anchors(path):
@@ -257,11 +247,7 @@ def steps_measured(result):
 
 
 @pytest.mark.parametrize(
-    ("name", "result"),
-    [
-        ("README", "2026-11-21-cpu-1-threads.md"),
-        ("compile", "2026-11-21-cpu-1-threads-compiled.md"),
-    ],
+    ("name", "result"), [("README", "2026-11-21-cpu-1-threads.md"), ("compile", "2026-11-21-cpu-1-threads-compiled.md")]
 )
 def test_tables_of_steps_are_what_was_measured(name, result):
     measured, model, seen = steps_measured(result), "", 0

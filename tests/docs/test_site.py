@@ -84,9 +84,6 @@ def test_every_page_of_the_repository_is_built():
     assert [page for page in written if not (SITE / page.relative_to(root)).with_suffix(".html").is_file()] == []
 
 
-# --- in a browser -----------------------------------------------------------------------------------------------------
-
-
 STICKING_OUT = """
 const scrolls = e => e && (["auto", "scroll"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
 return [...document.querySelectorAll("article *")]
