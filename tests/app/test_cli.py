@@ -201,17 +201,12 @@ FROZEN = "without a parameter that requires a gradient"
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("compare --data imagenet", "data 'imagenet' is unknown"),
-        ("compare --data compare_cases:tiny --model compare_cases:one_class_short", "logits of shape (2, 3) were need"),
         ("compare --keep 2", "keep is 2.0, but a fraction in (0, 1] was needed"),
         ("compare --epochs 2 --seconds 5", "epochs and seconds are both given"),
         ("compare --data fashion-mnist --data-dir nowhere", "nowhere/train-images-idx3-ubyte.gz does not exist"),
         ("compare --methods ohem@fast", "engine 'fast' is unknown"),
         ("verify model_cases:complete --unit word", "unit='word' but one of row, token was needed"),
         ("verify model_cases:complete --attention none", "attention='none' but one of exact, cut was needed"),
-        ("verify resnet", "model 'resnet' is neither module:callable nor torchvision/NAME"),
-        ("verify model_cases:mlp", "comes without a batch"),
-        ("verify model_cases:mlp --input-shape 8xfour", "input shape '8xfour' is not of the form 64x3x32x32"),
         ("verify model_cases:complete --keep 1", "keep=1.0 but a fraction in (0, 1) was needed"),
         ("verify model_cases:complete --engine masked", "engine='masked' but one of sliced, recompute was needed"),
         ("verify model_cases:complete --batchnorm none", "batchnorm='none' but one of None, rows, exact was needed"),

@@ -386,10 +386,6 @@ def test_a_budget_that_ends_in_the_whole_first_epoch_is_said_to_select_nothing(t
     assert "chose rows by their loss" in (tmp_path / "report.html").read_text()  # no method did
 
 
-def test_learning_rate_rises_to_the_peak_and_falls_to_zero():
-    assert [learning_rate(progress, 2.0) for progress in (0, 0.15, 0.575, 1)] == pytest.approx([0.2, 2.0, 1.0, 0.0])
-
-
 def test_hardest_share_is_the_sorted_cumulative_share():
     losses = torch.rand(250, generator=torch.Generator().manual_seed(1))
     ordered = sorted(losses.double().tolist(), reverse=True)
@@ -534,24 +530,3 @@ def test_methods_of_ones_own_have_files_and_colours_of_their_own(tmp_path: Path,
     assert not {styles[label]["color"] for label in labels} & {*report.PALETTE[: len(report.NAMES)]}
     resumed = compare_quietly(out, resume=True, **given)
     assert resumed.results["runs"] == outcome.results["runs"]  # nothing was trained again: the times are the same
-
-
-@pytest.mark.parametrize(
-    ("method", "sentence"),
-    [
-        ("no_such_module:top", "method 'no_such_module:top' could not be loaded: ModuleNotFoundError"),
-        ("compare_cases:nothing", "method 'compare_cases:nothing' could not be loaded: AttributeError"),
-        ("compare_cases:HOSTILE", "is of type str, but a callable was needed"),
-        ("compare_cases:own_top@fast", "engine 'fast' is unknown"),
-        ("compare_cases:own_number", "returned a int, but a rowprop.SelectiveBackprop was needed: return SelectiveBac"),
-        ("compare_cases:failing", "failed when called with (model, losses_fn, keep, engine, generator, timing): TypeE"),
-        ("compare_cases:own_broken", "failed in its first step: AttributeError: 'Tensor' object has no attribute 'no_"),
-        ("rowprop.recipes:infobatch", "failed when called with (model, losses_fn, keep, engine, generator, timing): "),
-        ("thinned", "without blocks that repeat (children of one class in a ModuleList or a Sequential)"),
-    ],
-)
-def test_a_method_that_cannot_be_used_is_one_sentence_before_anything_is_written(method: str, sentence: str, tmp_path):
-    with pytest.raises(InvalidInput) as caught:
-        compare_quietly(tmp_path, methods=f"full,{method}")
-    assert sentence in str(caught.value)
-    assert not list(tmp_path.iterdir())

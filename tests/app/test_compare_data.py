@@ -21,38 +21,88 @@ from rowprop.app.compare.run import compare
 from rowprop.app.compare.settings import Settings
 from rowprop.errors import InvalidInput, MissingExtra
 
+OPTIONS = [
+    ({"keep": 0.0}, "keep is 0.0, but a fraction in (0, 1] was needed"),
+    ({"seconds": 3.0}, "epochs and seconds are both given"),
+    ({"epochs": 0}, "epochs is 0, but at least 1"),
+    ({"seeds": 0}, "seeds is 0"),
+    ({"batch_rows": 1}, "batch size is 1"),
+    ({"threads": 100000}, "threads is 100000, but this machine has"),
+    ({"lr": -1.0}, "lr is -1.0, but a positive number"),
+    ({"methods": "full,biggest-losers", "epochs": 1}, "biggest-losers trains the first epoch whole and needs at l"),
+    ({"device": "warp"}, "compare got device='warp', which cannot be used here: "),
+    ({"device": "meta"}, "compare got device='meta', which holds no numbers"),
+    ({"model": "gpt", "methods": "infobatch"}, "unknown for tokens; the methods are full, random, ohem, rho1"),
+    ({"model": "gpt", "methods": "ohem@recompute"}, "unknown for tokens; the engines are sliced, cut, "),
+    ({"model": "textnet", "methods": "ohem@cut"}, "engine 'cut' is unknown; the engines are sliced, recompute, "),
+    ({"model": "textnet", "methods": "rho1"}, "method 'rho1' is unknown; the methods are full"),
+    ({"data": "digits", "model": "gpt"}, "next token of a text, but digits has classes; use --data wordnet"),
+]
+NAMES = {
+    "model": {
+        "": "model '' is unknown",
+        "vgg": "model 'vgg' is unknown; the models are convnet, resnet, vit, textnet, gpt and module:callable",
+        "compare_cases:one_class_short": "returned shape (2, 2) for a batch of shape (2, 1, 8, 8), but logits of",
+        "compare_cases:wants_colour": "failed on a batch of shape (2, 1, 8, 8): RuntimeError",
+        "compare_cases:not_a_model": "returned (int), but a torch.nn.Module, (model, batch) or",
+        "compare_cases:TwoOutputs": "returned a tuple for a batch of shape (2, 1, 8, 8), but logits of",
+        "compare_cases:returning": "failed when called without arguments: TypeError",
+        "compare_cases:net_with_losses": "brings its own losses, but all methods are compared by cross entropy",
+    },
+    "methods": {
+        "full,best": "method 'best' is unknown; the methods are full, random",
+        "ohem@fast": "engine 'fast' is unknown; the engines are sliced, recompute",
+        "full@sliced": "full is an ordinary loop",
+        "thinned@sliced": "thinned is an ordinary loop",
+        "full,random@thinned": "as many rows as thinned of the same seed, but thinned is not among",
+        "thinned,ohem@thinned": "engine 'thinned' is unknown",
+        "full,full": "stands twice",
+        " , ": "no method was given",
+        "full,no_such_module:top": "method 'no_such_module:top' could not be loaded: ModuleNotFoundError",
+        "full,compare_cases:nothing": "method 'compare_cases:nothing' could not be loaded: AttributeError",
+        "full,compare_cases:HOSTILE": "is of type str, but a callable was needed",
+        "full,compare_cases:own_top@fast": "engine 'fast' is unknown",
+        "full,compare_cases:own_number": "returned a int, but a rowprop.SelectiveBackprop was needed: return Selective",
+        "full,compare_cases:failing": "failed when called with (model, losses_fn, keep, engine, generator, timing): Ty",
+        "full,compare_cases:own_broken": "failed in its first step: AttributeError: 'Tensor' object has no attribute '",
+        "full,rowprop.recipes:infobatch": "failed when called with (model, losses_fn, keep, engine, generator, timing)",
+        "full,thinned": "without blocks that repeat (children of one class in a ModuleList or a Sequential)",
+    },
+    "data": {
+        "imagenet": "data 'imagenet' is unknown; it can be digits",
+        "no_such_module:data": "data 'no_such_module:data' could not be loaded: ModuleNotFoundError",
+        "compare_cases:nothing": "has no attribute 'nothing'",
+        "compare_cases:HOSTILE": "is of type str, but a callable was needed",
+        "compare_cases:": "is not of the form module:callable",
+        "compare_cases:failing": "failed when called: OSError: the disk is on fire",
+        "compare_cases:not_data": "returned a str, but a tuple was needed",
+        "compare_cases:too_few_classes": "have shape (96, 1, 8, 8) and their classes (95,)",
+        "compare_cases:unnamed_class": "run from 0 to 2, but 2 classes are named",
+        "compare_cases:infinite": "hold values that are not finite",
+        "compare_cases:three_parts": "returned 3 parts, but 4 or 5 were needed: (train_x, train_y, test_x, test_y) an",
+        "compare_cases:halves": "training classes of compare_cases:halves hold 0.5, but whole numbers were needed",
+        "compare_cases:half_test": "test classes of compare_cases:half_test hold 0.5",
+        "compare_cases:nan_class": "hold nan, but whole numbers",
+        "compare_cases:huge_class": "hold 1e+30, but whole numbers",
+        "compare_cases:complex_classes": "training classes of compare_cases:complex_classes are torch.complex64",
+        "compare_cases:complex_rows": "training rows of compare_cases:complex_rows are torch.complex64",
+        "compare_cases:sparse_rows": "torch.sparse_coo, but a dense tensor of real numbers was needed",
+        "compare_cases:one_number": "and their classes ()",
+        "compare_cases:empty": "have shape (0, 1, 8, 8) and their classes (0,)",
+        "compare_cases:texts": "returned parts that are no tensors or no class names: ",
+        "compare_cases:no_names": "returned parts that are no tensors or no class names: TypeError",
+        "compare_cases:other_sides": "has shape (1, 8, 8) and a test row (1, 8, 7); one model must take both",
+    },
+}
+REFUSED = OPTIONS + [({what: name}, said) for what, names in NAMES.items() for name, said in names.items()]
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"keep": 0.0}, "keep is 0.0, but a fraction in (0, 1] was needed"),
-        ({"seconds": 3.0}, "epochs and seconds are both given"),
-        ({"epochs": 0}, "epochs is 0, but at least 1"),
-        ({"seeds": 0}, "seeds is 0"),
-        ({"batch_rows": 1}, "batch size is 1"),
-        ({"threads": 100_000}, "threads is 100000, but this machine has"),
-        ({"lr": -1.0}, "lr is -1.0, but a positive number"),
-        ({"methods": "full,best"}, "method 'best' is unknown; the methods are full, random"),
-        ({"methods": "ohem@fast"}, "engine 'fast' is unknown; the engines are sliced, recompute"),
-        ({"methods": "full@sliced"}, "full is an ordinary loop"),
-        ({"methods": "thinned@sliced"}, "thinned is an ordinary loop"),
-        ({"methods": "full,random@thinned"}, "as many rows as thinned of the same seed, but thinned is not among"),
-        ({"methods": "thinned,ohem@thinned"}, "engine 'thinned' is unknown"),
-        ({"methods": "full,full"}, "stands twice"),
-        ({"methods": " , "}, "no method was given"),
-        ({"methods": "full,biggest-losers", "epochs": 1}, "biggest-losers trains the first epoch whole and needs at l"),
-        ({"device": "warp"}, "compare got device='warp', which cannot be used here: "),
-        ({"device": "meta"}, "compare got device='meta', which holds no numbers"),
-        ({"model": "gpt", "methods": "infobatch"}, "unknown for tokens; the methods are full, random, ohem, rho1"),
-        ({"model": "gpt", "methods": "ohem@recompute"}, "unknown for tokens; the engines are sliced, cut, "),
-        ({"model": "textnet", "methods": "ohem@cut"}, "engine 'cut' is unknown; the engines are sliced, recompute, "),
-        ({"model": "textnet", "methods": "rho1"}, "method 'rho1' is unknown; the methods are full"),
-    ],
-)
-def test_wrong_settings_are_refused(changes: dict[str, object], sentence: str):
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED)
+def test_what_cannot_be_compared_is_one_sentence_before_anything_is_written(changes, sentence: str, tmp_path: Path):
     with pytest.raises(InvalidInput) as caught:
-        settings(**changes).torch_device()
+        compare(settings(**changes), tmp_path)
     assert sentence in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_settings_follow_data_and_model():
@@ -63,26 +113,6 @@ def test_the_settings_follow_data_and_model():
     labels = [method.label for method in chosen.parsed_methods]
     assert labels == ["full", "random", "random@cut", "ohem", "ohem@cut", "rho1", "rho1@cut"]
     assert (chosen.unit, chosen.epochs, chosen.batch_rows, chosen.lr) == ("token", 4, 16, 0.003)
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("", "model '' is unknown"),
-        ("vgg", "model 'vgg' is unknown; the models are convnet, resnet, vit, textnet, gpt and module:callable"),
-        ("compare_cases:one_class_short", "returned shape (2, 2) for a batch of shape (2, 1, 8, 8), but logits of"),
-        ("compare_cases:wants_colour", "failed on a batch of shape (2, 1, 8, 8): RuntimeError"),
-        ("compare_cases:not_a_model", "returned (int), but a torch.nn.Module, (model, batch) or"),
-        ("compare_cases:TwoOutputs", "returned a tuple for a batch of shape (2, 1, 8, 8), but logits of"),
-        ("compare_cases:returning", "failed when called without arguments: TypeError"),
-        ("compare_cases:net_with_losses", "brings its own losses, but all methods are compared by cross entropy"),
-    ],
-)  # fmt: skip
-def test_an_unusable_model_is_one_sentence(name: str, sentence: str, tmp_path: Path):
-    with pytest.raises(InvalidInput) as caught:
-        compare(settings(model=name), tmp_path)
-    assert sentence in str(caught.value)
-    assert not list(tmp_path.iterdir())  # refused before anything was written
 
 
 @pytest.mark.parametrize("module", ["matplotlib.figure", "jinja2", "PIL.Image"])
@@ -116,49 +146,6 @@ def test_textnet_sees_words_and_no_padding_and_stays_sliced():
         rowprop.pick(losses, torch.tensor([1, 5, 6])).mean().backward()
     assert report.sliced
     assert not report.densified
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("imagenet", "data 'imagenet' is unknown; it can be digits"),
-        ("no_such_module:data", "data 'no_such_module:data' could not be loaded: ModuleNotFoundError"),
-        ("compare_cases:nothing", "has no attribute 'nothing'"),
-        ("compare_cases:HOSTILE", "is of type str, but a callable was needed"),
-        ("compare_cases:", "is not of the form module:callable"),
-        ("compare_cases:failing", "failed when called: OSError: the disk is on fire"),
-        ("compare_cases:not_data", "returned a str, but a tuple was needed"),
-        ("compare_cases:too_few_classes", "have shape (96, 1, 8, 8) and their classes (95,)"),
-        ("compare_cases:unnamed_class", "run from 0 to 2, but 2 classes are named"),
-        ("compare_cases:infinite", "hold values that are not finite"),
-        (
-            "compare_cases:three_parts",
-            "returned 3 parts, but 4 or 5 were needed: (train_x, train_y, test_x, test_y) an",
-        ),
-        ("compare_cases:halves", "training classes of compare_cases:halves hold 0.5, but whole numbers were needed"),
-        ("compare_cases:half_test", "test classes of compare_cases:half_test hold 0.5"),
-        ("compare_cases:nan_class", "hold nan, but whole numbers"),
-        ("compare_cases:huge_class", "hold 1e+30, but whole numbers"),
-        ("compare_cases:complex_classes", "training classes of compare_cases:complex_classes are torch.complex64"),
-        ("compare_cases:complex_rows", "training rows of compare_cases:complex_rows are torch.complex64"),
-        ("compare_cases:sparse_rows", "torch.sparse_coo, but a dense tensor of real numbers was needed"),
-        ("compare_cases:one_number", "and their classes ()"),
-        ("compare_cases:empty", "have shape (0, 1, 8, 8) and their classes (0,)"),
-        ("compare_cases:texts", "returned parts that are no tensors or no class names: "),
-        ("compare_cases:no_names", "returned parts that are no tensors or no class names: TypeError"),
-        ("compare_cases:other_sides", "has shape (1, 8, 8) and a test row (1, 8, 7); one model must take both"),
-    ],
-)
-def test_unusable_data_is_one_sentence(name: str, sentence: str):
-    with pytest.raises(InvalidInput) as caught:
-        load_data(name)
-    assert sentence in str(caught.value)
-
-
-def test_tokens_of_data_that_are_no_text_are_refused_before_anything_is_written(tmp_path: Path):
-    with pytest.raises(InvalidInput, match="next token of a text, but digits has classes; use --data wordnet"):
-        compare(Settings(data="digits", model="gpt"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_classes_may_be_whole_floats_or_bools():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import rowprop
 from rowprop.app.compare import data as data_module
 from rowprop.app.compare import models
 from rowprop.app.compare import train as train_module
@@ -61,17 +60,12 @@ def all_of_them(losses: Tensor, counted: Tensor, rows: Tensor) -> Tensor:
 
 
 @cache  # the same truth for several engines
-def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> tuple[GPT, int, int]:
-    """An ordinary loop, written without rowprop; returns the model, and how many tokens were seen and kept.
-
-    ``thinning`` is called with the model before the first step, and the function that it returns after each backward
-    with the number of tokens that count.
-    """
+def loop_by_hand(data: Dataset, choose, *, cut: bool = False) -> tuple[GPT, int, int]:
+    """An ordinary loop, written without rowprop; returns the model, and how many tokens were seen and kept."""
     torch.manual_seed(0)
     model = GPT(len(data.class_names), len(data.class_names))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     generator, seen, kept = torch.Generator().manual_seed(0), 0, 0
-    told = (lambda counted: None) if thinning is None else thinning(model)
     batches = len(data.train_y) // BATCH
     for epoch in range(EPOCHS):
         order = torch.randperm(len(data.train_y), generator=generator)
@@ -88,7 +82,6 @@ def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> 
                 group["lr"] = learning_rate((batches * epoch + index) / (batches * EPOCHS), 0.003)
             optimizer.zero_grad()
             losses[mask].mean().backward()
-            told(int(counted.sum()))
             optimizer.step()
     return model, seen, kept
 
@@ -171,24 +164,6 @@ def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(
     assert (run.perplexity, run.accuracy) == pytest.approx(perplexity_by_hand(model, data), rel=1e-5)
     assert [point.kept for point in run.curve] == [1.0, 1.0]
     assert run.curve[-1].perplexity == run.perplexity < 0.8 * len(data.class_names)
-
-
-@pytest.mark.usefixtures("double")
-def test_thinned_is_an_ordinary_loop_with_one_line_more(data: Dataset, monkeypatch: pytest.MonkeyPatch):
-    # Red when: the step is not thinned, or with another generator; all tokens count as backpropagated.
-    half = partial(rowprop.thin, keep=0.5)  # by default, a block keeps all rows of so short a training
-    kept: list[int] = []
-
-    def thinning(model: nn.Module):
-        half(model, generator=torch.Generator().manual_seed(2**31))
-        return lambda counted: kept.append(round(counted / 2))
-
-    monkeypatch.setattr(train_module, "thin", half)
-    run, model = train_one(data, "thinned")
-    expected, seen, _ = loop_by_hand(data, all_of_them, thinning=thinning)
-    assert_same(model, expected)
-    assert_same(model, loop_by_hand(data, all_of_them)[0], differs=True)
-    assert (run.engine, run.rows_seen, run.rows_backpropagated, run.chosen) == ("plain", seen, sum(kept), [])
 
 
 @pytest.mark.usefixtures("double")

