@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,19 @@ def settings(**changes: Any) -> Settings:
     """Those of a small comparison."""
     given = {"data": "compare_cases:tiny", "model": "compare_cases:net", "batch_rows": 20, "epochs": 3}
     return Settings(**(given | changes))
+
+
+def figures(out: Path) -> tuple[list[Any], list[Any]]:
+    """What the results in a folder say about each run, times left out, and about the rows chosen most often."""
+    results = json.loads((out / "results.json").read_text())
+    assert results["finished"]
+    facts = ("label", "seed", "accuracy", "perplexity", "rows_seen", "rows_backpropagated", "loss_shares")
+    points = ("accuracy", "perplexity", "loss", "kept")
+    runs = [
+        [run[fact] for fact in facts] + [[point[key] for key in points] for point in run["curve"]]
+        for run in results["runs"]
+    ]
+    return runs, results["most_chosen"]
 
 
 def tiny() -> tuple[Tensor, Tensor, Tensor, Tensor]:

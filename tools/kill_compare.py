@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 
-from compare_cases import settings
+from compare_cases import figures, settings
 from rowprop.app.compare import run as run_module
 
 SETTINGS = settings(methods="full,ohem", seeds=2, epochs=2)
@@ -44,9 +43,7 @@ def attempt(out: Path, *, moment: int | None, files_only: bool, **flags: bool) -
 
     Calls that draw the page, most of all, do not count: nothing is on its way to a disk meanwhile.
 
-    Returns:
-        Its wait status, and the call at which it died, or how many calls it made: of all kinds, and to files.
-
+    Returns its wait status, and the call at which it died, or how many calls it made: of all kinds, and to files.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -86,22 +83,6 @@ def attempt(out: Path, *, moment: int | None, files_only: bool, **flags: bool) -
     os._exit(code)
 
 
-def figures(out: Path) -> list[Any]:
-    """What the results say about each run, times left out."""
-    results = json.loads((out / "results.json").read_text())
-    assert results["finished"]
-    return [
-        [run["label"], run["seed"], run["accuracy"], run["rows_seen"], run["rows_backpropagated"], run["loss_shares"]]
-        + [[point["accuracy"], point["loss"], point["kept"]] for point in run["curve"]]
-        for run in results["runs"]
-    ]
-
-
-def kept_runs(out: Path) -> set[bytes]:
-    """The content of every run file, here or set aside."""
-    return {path.read_bytes() for path in out.rglob("runs/*.json")}
-
-
 def main() -> None:
     """Kill and resume; exit with an error at the first thing that is lost or differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -115,7 +96,7 @@ def main() -> None:
         run_module.compare(SETTINGS, Path(scratch, "first"))  # loads all modules, before the forks
         status, counted = attempt(whole, moment=None, files_only=False)
         assert status == 0, counted
-        calls = {files_only: int(count) for files_only, count in zip((False, True), counted.split(), strict=True)}
+        calls = [*map(int, counted.split())]
         print(f"A comparison that nobody kills makes {calls[False]:,} calls beside its page, {calls[True]} to files.")
         kills = ends = 0
         kept: set[bytes] = set()
@@ -125,7 +106,7 @@ def main() -> None:
             # Early ones fall into what a resumed comparison still has to do, late ones into its end or beyond.
             moment = moments.randrange(1, calls[files_only] // moments.choice((1, 4))) if kills < args.kills else None
             status, said = attempt(out, moment=moment, files_only=files_only, **flags)
-            now = kept_runs(out)
+            now = {path.read_bytes() for path in out.rglob("runs/*.json")}  # here or set aside
             assert kept <= now, f"{len(kept - now)} kept runs are gone"
             kept = now
             if os.WIFSIGNALED(status):

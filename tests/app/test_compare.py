@@ -19,12 +19,10 @@ from torch.nn import functional as F
 
 import compare_cases
 import rowprop
-from compare_cases import settings
-from rowprop.app.compare import report
+from compare_cases import figures, settings
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import load_data
-from rowprop.app.compare.report import line_styles
 from rowprop.app.compare.results import PHASES, Run
 from rowprop.app.compare.run import Outcome, compare
 from rowprop.app.compare.settings import METHODS, parse_methods
@@ -403,14 +401,6 @@ def test_diverging_training_is_one_sentence():
         train_module.irreducible_losses(settings(methods="rho-loss", lr=1e30), load_data("compare_cases:tiny"), 0)
 
 
-def without_times(results: dict) -> list:
-    return [
-        [run["label"], run["seed"], run["accuracy"], run["perplexity"], run["rows_backpropagated"], run["loss_shares"]]
-        + [[point[key] for key in ("accuracy", "perplexity", "loss", "kept")] for point in run["curve"]]
-        for run in results["runs"]
-    ] + [results["most_chosen"]]
-
-
 @pytest.mark.parametrize("name", ["grid", "tokens"])
 def test_resuming_ends_where_an_uninterrupted_comparison_ends(name: str, glosses: str, request, tmp_path, monkeypatch):
     # Red when: a run is trained otherwise because others are there, or one that is there is trained again.
@@ -438,7 +428,7 @@ def test_resuming_ends_where_an_uninterrupted_comparison_ends(name: str, glosses
         compare_quietly(part, resume=True, **given | {"batch_rows": 4})
     resumed = compare_quietly(part, resume=True, **given)
     assert not resumed.interrupted
-    assert without_times(json.loads((part / "results.json").read_text())) == without_times(whole.results)
+    assert figures(part) == figures(out)
     kept = [run for place, run in enumerate(whole.results["runs"]) if place % 3 != 1]
     assert kept == [run for place, run in enumerate(resumed.results["runs"]) if place % 3 != 1]  # also their times
 
@@ -510,7 +500,7 @@ def test_a_method_of_ones_own_may_choose_by_class(steps: list[SimpleNamespace]):
         assert mine[step.record.selection.rows].bincount(minlength=3).tolist() == wanted
 
 
-def test_methods_of_ones_own_have_files_and_colours_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_methods_of_ones_own_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Red where a file's name is the label with its signs replaced: the three would share one.
     monkeypatch.chdir(tmp_path)
     source = "from rowprop import recipes\n\n\ndef top(model, losses_fn, **options):\n"
@@ -519,14 +509,12 @@ def test_methods_of_ones_own_have_files_and_colours_of_their_own(tmp_path: Path,
     (tmp_path / "a").mkdir()
     for label in labels[:2]:
         Path(label.removesuffix(":top")).write_text(source)
+    monkeypatch.setattr(run_module, "render_report", lambda *_: "")
     out, given = tmp_path / "out", {"methods": ",".join(["full", *labels]), "seeds": 2}
     outcome = compare_quietly(out, **given)
     assert [method["label"] for method in outcome.results["methods"]] == ["full", *labels]
     files = [path.name for path in (out / "runs").iterdir()]
     assert len(files) == len({name.lower() for name in files}) == 8
     assert all(re.fullmatch(r"[\w.@+-]+-seed[01]\.json", name) for name in files)
-    styles = line_styles(outcome.results)
-    assert styles[labels[1]]["color"] == styles[labels[2]]["color"] != styles[labels[0]]["color"]
-    assert not {styles[label]["color"] for label in labels} & {*report.PALETTE[: len(report.NAMES)]}
     resumed = compare_quietly(out, resume=True, **given)
     assert resumed.results["runs"] == outcome.results["runs"]  # nothing was trained again: the times are the same

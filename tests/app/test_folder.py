@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from commands import compare, refused
-from kill_compare import figures
+from compare_cases import figures
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare.folder import LOCK, Folder
 from rowprop.app.compare.train import train
@@ -142,7 +142,7 @@ def test_fresh_sets_aside_and_what_is_aside_can_be_resumed(state: str, whole: Pa
     assert compare(out, "--fresh", "--methods", "full").exit_code == 0
     assert tree(out / "earlier-1") == before
     assert tree(out / "earlier-2") == middle
-    assert [entry[:2] for entry in figures(out)] == [["full", 0], ["full", 1]]
+    assert [run[:2] for run in figures(out)[0]] == [["full", 0], ["full", 1]]
     assert kept_before(compare(out / "earlier-1", "--resume")) == {"finished": 4, "stopped": 3}[state]
     assert figures(out / "earlier-1") == figures(whole)
 
