@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -55,14 +56,10 @@ class Sorted(nn.Module):
         return x.sort(dim=0).values
 
 
-class Sorting(nn.Module):
+class Sorting(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.block = nn.Sequential(nn.ReLU(), Sorted(), nn.Linear(6, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.first(x))
+        block = nn.Sequential(nn.ReLU(), Sorted(), nn.Linear(6, 3))
+        super().__init__(OrderedDict(first=nn.Linear(4, 6), block=block))
 
 
 def with_map() -> nn.Module:
@@ -125,21 +122,10 @@ def inputs_by_name() -> tuple[nn.Module, dict[str, Tensor]]:
     return TwoInputs(), {"y": torch.randn(8, 4), "x": torch.randn(8, 4)}
 
 
-class Odd(nn.Module):
-    """Modules with names that a terminal's markup would swallow, or stumble over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({"[/foo]": nn.Linear(4, 8), "[red]x[/]": nn.Linear(8, 3)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts.values():
-            x = part(x)
-        return x.sort(dim=0).values
-
-
 def odd() -> tuple[nn.Module, Batch]:
-    return Odd(), (torch.randn(8, 4), torch.randint(3, (8,)))
+    """Modules with names that a terminal's markup would swallow, or stumble over."""
+    parts = OrderedDict({"[/foo]": nn.Linear(4, 8), "[red]x[/]": nn.Linear(8, 3)})
+    return nn.Sequential(OrderedDict(parts=nn.Sequential(parts), sorted=Sorted())), mlp_with_batch()[1]
 
 
 def class_out_of_range() -> tuple[nn.Module, Batch]:

@@ -18,7 +18,7 @@ from commands import compare as compare_by_command
 from rowprop.app.compare.run import Outcome, compare
 from rowprop.app.compare.settings import Settings
 
-Compared = tuple[Path, Outcome]
+Compared = tuple[Path, Outcome, Settings]
 
 
 @contextmanager
@@ -45,10 +45,10 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return out, result
 
 
-def trained(factory: pytest.TempPathFactory, **changes: Any) -> Compared:
-    out = factory.mktemp("trained") / "out"
+def trained(factory: pytest.TempPathFactory, **given: Any) -> Compared:
+    out, settings = factory.mktemp("trained") / "out", Settings(**given)
     with on_one_thread():
-        return out, compare(Settings(**changes), out)
+        return out, compare(settings, out), settings
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import load_data
 from rowprop.app.compare.results import PHASES, Run
 from rowprop.app.compare.run import Outcome, compare
-from rowprop.app.compare.settings import METHODS, parse_methods
+from rowprop.app.compare.settings import METHODS, Settings, parse_methods
 from rowprop.app.compare.train import hardest_share, learning_rate, train
 from rowprop.errors import InvalidInput
 
@@ -402,13 +403,10 @@ def test_diverging_training_is_one_sentence():
 
 
 @pytest.mark.parametrize("name", ["grid", "tokens"])
-def test_resuming_ends_where_an_uninterrupted_comparison_ends(name: str, glosses: str, request, tmp_path, monkeypatch):
+def test_resuming_ends_where_an_uninterrupted_comparison_ends(name: str, request, tmp_path, monkeypatch):
     # Red when: a run is trained otherwise because others are there, or one that is there is trained again.
-    out, whole = request.getfixturevalue(name)
+    out, whole, given = request.getfixturevalue(name)
     part = shutil.copytree(out, tmp_path / "part")
-    given = {key: whole.results["settings"][key] for key in ("model", "batch_rows", "keep", "epochs", "seeds")}
-    given |= {"data": whole.results["data"]["name"], "data_dir": glosses if name == "tokens" else None, "lr": None}
-    given |= {"methods": ",".join(method["label"] for method in whole.results["methods"])}
     for missing in whole.results["runs"][1::3]:
         (part / "runs" / f"{missing['label']}-seed{missing['seed']}.json").unlink()
     calls = itertools.count()
@@ -420,13 +418,13 @@ def test_resuming_ends_where_an_uninterrupted_comparison_ends(name: str, glosses
 
     with monkeypatch.context() as patched:
         patched.setattr(run_module, "train", train_or_stop)
-        stopped = compare_quietly(part, resume=True, **given)
+        stopped = compare(given, part, resume=True)
     assert (stopped.interrupted, stopped.finished_runs, stopped.planned_runs) == (True, 6, 8)
     with pytest.raises(InvalidInput, match=r"holds a comparison with 6 finished runs; add --resume"):
-        compare_quietly(part, **given)
+        compare(given, part)
     with pytest.raises(InvalidInput, match=r"other settings \(batch_rows was \d+ and is now 4\)"):
-        compare_quietly(part, resume=True, **given | {"batch_rows": 4})
-    resumed = compare_quietly(part, resume=True, **given)
+        compare(replace(given, batch_rows=4), part, resume=True)
+    resumed = compare(given, part, resume=True)
     assert not resumed.interrupted
     assert figures(part) == figures(out)
     kept = [run for place, run in enumerate(whole.results["runs"]) if place % 3 != 1]
@@ -458,7 +456,7 @@ def test_a_comparison_may_grow_and_tells_each_finished_run(tmp_path: Path, capsy
         compare_quietly(tmp_path, resume=True, methods="full", seeds=1, data="compare_cases:mislabelled")
 
 
-def test_results_tell_the_conditions_and_add_up(grid: tuple[Path, Outcome]):
+def test_results_tell_the_conditions_and_add_up(grid: tuple[Path, Outcome, Settings]):
     results = json.loads((grid[0] / "results.json").read_text())
     assert results == json.loads(json.dumps(grid[1].results))
     assert results["environment"]["torch"] == torch.__version__

@@ -23,9 +23,9 @@ from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.report import gallery, line_styles, picture, render_report
 from rowprop.app.compare.results import TASKS, Run, most_chosen, show_comparison, verdict
 from rowprop.app.compare.run import Outcome, compare
-from rowprop.app.compare.settings import METHODS
+from rowprop.app.compare.settings import METHODS, Settings
 
-Compared = tuple[Path, Outcome]
+Compared = tuple[Path, Outcome, Settings]
 ROWS, TOKENS = TASKS["row"], TASKS["token"]
 
 
@@ -353,9 +353,6 @@ def test_a_report_of_all_methods_with_its_gallery_is_small(shape: tuple[int, ...
     text = render_report(*of_the_study("fashion-mnist-epochs", rows))
     assert len(text.encode()) <= PAGE_BYTES
     assert text.count("<svg") == 4 and text.count('src="data:image/') == 40 and "<script" not in text
-
-
-def test_a_report_of_long_texts_is_small():
     text = render_report(*of_the_study("wordnet-epochs", torch.zeros(2, 24), ("long " * 5000,) * 2))
     assert len(text.encode()) <= PAGE_BYTES and text.count("<q>") == 40
 
@@ -439,20 +436,17 @@ def test_dark_ground_gets_light_text(opened):
             assert (contrast > 150) if scheme == "dark" else (contrast < -150), (scheme, text)
 
 
-def test_glosses_are_text_that_fits(texts: Compared, browser):
+def test_pages_of_texts_and_of_tokens_fit_the_screen_and_glosses_are_text(texts: Compared, tokens: Compared, browser):
+    wide = "return document.documentElement.scrollWidth"
     for width, columns in ((1280, 4), (375, 1)):
+        shown(browser, tokens[0] / "report.html", width)
+        assert browser.execute_script(wide) <= width
+        assert browser.execute_script("return document.querySelectorAll('#accuracy-time svg path').length") > 2
         shown(browser, texts[0] / "report.html", width)
+        assert browser.execute_script(wide) <= width
         assert browser.execute_script("return window.hacked") is None
         quoted = browser.execute_script("return [...document.querySelectorAll('.gallery q')].map(q => q.textContent)")
         assert len(quoted) == 40
         assert any(HOSTILE in text for text in quoted)
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         first = "return [...document.querySelector('.gallery').children].map(li => li.offsetLeft)"
         assert len(set(browser.execute_script(first))) == columns
-
-
-def test_a_page_of_tokens_fits_the_screen(tokens: Compared, browser):
-    for width in (1280, 375):
-        shown(browser, tokens[0] / "report.html", width)
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-        assert browser.execute_script("return document.querySelectorAll('#accuracy-time svg path').length") > 2

@@ -64,12 +64,6 @@ def same_but_for_rounding(found, wanted):
     return words[0] == words[1] and figures[0] == pytest.approx(figures[1], abs=0.01)
 
 
-def test_the_first_script_of_the_readme_is_short_and_complete():
-    script = blocks(TEXTS["README"], "python")[0]
-    assert len(script.splitlines()) < 25
-    assert "import torch" in script
-
-
 PROOFS = {  # the file of tests that a block of ARCHITECTURE.md enters something in -> its tests of that entry
     "tools/zoo.py": ("tests/backprop/test_zoo.py", "mlp_with_equations"),
     "tests/cost/test_flops.py": ("tests/cost/test_flops.py", "test_cross_products"),
