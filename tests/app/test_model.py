@@ -144,22 +144,16 @@ def leave():
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "said"),
-    [
-        (FAILING, "make", "failed when called without arguments: KeyError: 'x' (train.py:5)."),
-        (FAILING, "leave", "failed when called without arguments: its code ends the process (SystemExit: 0 (train.py:"),
-        (FAILING + "leave()", "make", "could not be loaded: its code ends the process (SystemExit: 0 (train.py:12))"),
-    ],
-    ids=["deep", "late", "at once"],
-)
-def test_an_error_of_a_file_keeps_its_place(text: str, name: str, said: str, write):
+def test_an_error_of_a_file_keeps_its_place(write):
     # Red: `place_of` without its frames turned around gives line 8; SystemExit let through by `foreign` (the command
     # then ends with the file's own exit code, 0).
-    write("train.py", text)
-    told = refusal(f"train.py:{name}")
-    assert said in told
-    assert ('under `if __name__ == "__main__":`' in told) == ("ends the process" in said)
+    called, ends = "failed when called without arguments: ", "its code ends the process (SystemExit: 0 (train.py:11)); "
+    remedy = 'put the lines that only a script should run under `if __name__ == "__main__":`.'
+    write("train.py", FAILING)
+    assert f"{called}KeyError: 'x' (train.py:5)." in refusal("train.py:make")
+    assert f"{called}{ends}{remedy}" in refusal("train.py:leave")
+    write("train.py", FAILING + "leave()")
+    assert f"could not be loaded: {ends}{remedy}" in refusal("train.py:make")
 
 
 def test_ctrl_c_while_a_file_is_imported_stays_ctrl_c(write):

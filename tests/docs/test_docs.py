@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
+from commands import run
 from rowprop.app.cli import app
 from rowprop.app.page import templates
 
 ROOT = Path(__file__).parents[2]
-AT_THE_TOP = ("README", "CONTRIBUTING", "ARCHITECTURE", "SECURITY")
-PAGES = {name: ROOT / f"{name}.md" for name in AT_THE_TOP} | {page.stem: page for page in (ROOT / "docs").glob("*.md")}
+AT_THE_TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "ARCHITECTURE", "SECURITY")]
+PAGES = {page.stem: page for page in [*AT_THE_TOP, *sorted((ROOT / "docs").glob("*.md"))]}
 TEXTS = {name: path.read_text() for name, path in PAGES.items()}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 RESULTS = {path.name: path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.md")}
@@ -31,8 +31,6 @@ def blocks(text, *languages):
 
 
 WITH_CODE = sorted(name for name, text in TEXTS.items() if blocks(text, "python") and name != "ARCHITECTURE")
-
-
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # torchrun's, to one process
 
 
@@ -86,10 +84,10 @@ def proven(folder, added):
         place = begin.end() if begin else len(text)
         (folder / file).write_text(text[:place] + rest + text[place:])
     files, names = zip(*PROOFS.values(), strict=True)
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    run += [*sorted(set(files)), "-k", " or ".join(names)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    command += [*sorted(set(files)), "-k", " or ".join(names)]
     environment = os.environ | {"PYTHONPATH": str(folder / "src")}
-    return subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
 
 
 def test_the_additions_that_the_page_shows_work(tmp_path):
@@ -140,7 +138,7 @@ def test_the_commands_of_the_readme_run_on_its_module(tmp_path, monkeypatch):
     for line in blocks(TEXTS["README"], "")[-1].splitlines():
         if "your_module:make" in line:
             _, name, *arguments = shlex.split(line, comments=True)
-            answer = CliRunner().invoke(app, [name, *arguments], catch_exceptions=False)
+            answer = run(name, *arguments)
             assert answer.exit_code == 0, answer.output
             ran.append(name)
     assert ran == ["verify", "plan", "flops", "profile"]
