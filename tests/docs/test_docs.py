@@ -1,4 +1,5 @@
-"""README and docs are true: their code runs, their commands exist, their links, names and figures are found."""
+"""README and docs are true: their code runs, their commands exist, their links, names and figures are found; and CI
+runs the same commands everywhere."""
 
 from __future__ import annotations
 
@@ -278,3 +279,33 @@ def test_rows_of_tables_are_those_that_were_measured(page, row, count, results):
     shown = re.findall(rf"^\| {row}.*$", TEXTS[page], re.MULTILINE)
     assert len(shown) == len({*shown}) == count
     assert {*shown} <= {line for file, text in RESULTS.items() if results in file for line in text.splitlines()}
+
+
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+
+
+def sessions():
+    """The names of noxfile.py's sessions, versions of torch apart."""
+    made = re.findall(r"^@nox\.session(.*?)^def (\w+)", (ROOT / "noxfile.py").read_text(), re.MULTILINE | re.DOTALL)
+    return {named[1] if (named := re.search(r'name="([\w-]+)"', head)) else name for head, name in made}
+
+
+def test_the_workflow_runs_what_the_script_runs():
+    # Red with a command in one of the two alone.
+    script = (ROOT / ".ci/run").read_text().partition("export CI=true\n")[2]
+    together = re.findall(r"^together (.*)$", script, re.MULTILINE)
+    commands = re.findall(r"^((?:scripts|nox) ?.*)$", script, re.MULTILINE)
+    commands += [command for line in together for command in re.findall(r"'([^']*)'", line)]
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert sorted(re.findall(r"^          - (.*)$", workflow, re.MULTILINE)) == sorted(commands)
+
+
+def test_pages_and_tests_name_commands_that_are_there():
+    # Red when a session of noxfile.py or a file of scripts/ gets another name.
+    known = sessions()
+    for name in TRACKED:
+        if name.endswith((".md", ".py", ".yml")) and not name.startswith(("CHANGELOG", "benchmarks/results")):
+            text = (ROOT / name).read_text()
+            assert set(re.findall(r"nox -s '?([a-z][\w-]*)", text)) <= known, name
+            scripts = re.findall(r"(?<![\w/.])scripts/([a-z][\w-]*)(?![\w.])", text)
+            assert all((ROOT / "scripts" / script).exists() for script in scripts), name
