@@ -26,7 +26,7 @@ from rowprop.app.compare.run import Outcome, compare
 from rowprop.app.compare.settings import METHODS, Settings
 
 Compared = tuple[Path, Outcome, Settings]
-ROWS, TOKENS = TASKS["row"], TASKS["token"]
+TOKENS = TASKS["token"]
 
 
 def told(label: str, mean: float, spread: float | None = 0.01, *, ratio: float = 1.0, rows: int = 500, seeds: int = 3):
