@@ -29,7 +29,7 @@ def data(glosses: str) -> Dataset:
     return load_data("wordnet", Path(glosses), unit="token")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def double() -> Iterator[None]:
     """AdamW divides a gradient by its size: a rounding error of float32 becomes a step, one of float64 does not."""
     torch.set_default_dtype(torch.float64)
@@ -154,7 +154,6 @@ def test_the_glosses_of_wordnet_fill_their_rows():
     assert (found.train_y == data_module.UNKNOWN).float().mean() < 0.2
 
 
-@pytest.mark.usefixtures("double")
 def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(data: Dataset):
     # Red when: padding counts, in the loss or in the perplexity; the mean is over rows; the rate is a step late.
     run, model = train_one(data, "full")
@@ -166,7 +165,6 @@ def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(
     assert run.curve[-1].perplexity == run.perplexity < 0.8 * len(data.class_names)
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("engine", ["sliced", "masked", "cut"])
 def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, data: Dataset):
     # Red when: padding is among the tokens to choose from; cut is sliced, or detaches at the kept tokens.
@@ -180,7 +178,6 @@ def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, data: 
         assert_same(model, loop_by_hand(data, hardest_half)[0], differs=True)
 
 
-@pytest.mark.usefixtures("double")
 def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(data: Dataset, monkeypatch: pytest.MonkeyPatch):
     # Red when: each model judges its own half; its losses stand in other rows; they are trained for all epochs.
     given, trained = [], []
