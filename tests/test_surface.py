@@ -9,8 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-
-import pytest
+from typing import Any
 
 import rowprop
 from names import PAGE, first_line, integrations, names_of, namespaces, page
@@ -47,10 +46,10 @@ def test_all_is_sorted_and_is_what_type_checkers_see():
     assert set(rowprop.__all__) == public
 
 
-@pytest.mark.parametrize("name", rowprop.__all__)
-def test_names_carry_their_home(name: str):
-    assert getattr(rowprop, name).__module__ == "rowprop"
-    assert getattr(rowprop, name).__doc__
+def test_names_carry_their_home_and_their_text():
+    elsewhere = [name for name in rowprop.__all__ if getattr(rowprop, name).__module__ != "rowprop"]
+    silent = [name for name in rowprop.__all__ if not getattr(rowprop, name).__doc__]
+    assert (elsewhere, silent) == ([], [])
 
 
 def test_every_public_name_is_on_its_page():
@@ -61,33 +60,56 @@ def test_every_public_name_is_on_its_page():
     assert page() == PAGE.read_text(), "run nox -s names"
 
 
-NAMESPACES = """
+LATE = """
 import sys, rowprop
 assert "torch" not in sys.modules
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+rowprop.pick(model(torch.randn(6, 4)).square().flatten(), torch.tensor([1, 4])).mean().backward()
+assert all(p.grad is not None for p in model.parameters())
+q = torch.randn(4, 2, 8, 4, requires_grad=True)
+for rows in (torch.tensor([1, 3]), torch.rand(4, 8) < 0.4):
+    losses = F.scaled_dot_product_attention(q, q.cos(), q.sin()).square().sum((1, 3))
+    rowprop.pick(losses if rows.ndim == 2 else losses.sum(1), rows).sum().backward()
+loaded = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "rowprop"}
+others = sorted({"typer", "rich"} & sys.modules.keys())
+
 from rowprop import *
 late = [name for name in ("history", "recipes") if f"rowprop.{name}" in sys.modules]
-assert not late, late
 offered = [name for name in dir(rowprop) if not name.startswith("__") and name not in rowprop.__all__]
-print(*offered)
 for name in offered:
     assert getattr(rowprop, name) is sys.modules[f"rowprop.{name}"], name
 for name in ("count", "profile", "timing"):
     assert name in dir(rowprop.cost)
     assert getattr(rowprop.cost, name) is sys.modules[f"rowprop.cost.{name}"], name
 assert not hasattr(rowprop, "recipe")
+import json
+print(json.dumps({"loaded": loaded, "others": others, "late": late, "offered": offered}))
 """
+SPACES = "batch cost distributed engines errors history oracle recipes schedule scoring selection step thinning".split()
+APART = {"thinning", "selection", "scoring", "schedule", "distributed", "engines", "history", "step", "recipes", "cost"}
+APART |= {"oracle", "integrations", "app"}
 
 
-def test_namespaces_are_there_after_import_and_loaded_when_they_are_asked_for():
-    # Red without __getattr__, without __dir__, and with `import torch` or `from rowprop import recipes` in __init__.
-    answer = subprocess.run([sys.executable, "-c", NAMESPACES], capture_output=True, text=True, check=False)
+def in_a_new_process(script: str) -> dict[str, Any]:
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
-    expected = "batch cost distributed engines errors history oracle recipes schedule scoring selection step thinning"
-    assert answer.stdout.split() == expected.split()
-    seen_by_type_checkers = re.findall(
-        r"^    from rowprop import (\w+) as \1$", Path(rowprop.__file__).read_text(), re.M
-    )
-    assert seen_by_type_checkers == expected.split()
+    return json.loads(answer.stdout)
+
+
+def test_pick_loads_the_core_alone_and_what_else_there_is_comes_when_it_is_asked_for():
+    # Red when: a module of backprop imports one of the rooms after it, or the core grows; without __getattr__ or
+    # __dir__; with `import torch` or `from rowprop import recipes` in __init__.
+    found = in_a_new_process(LATE)
+    assert found["others"] == found["late"] == []
+    assert not {name for name in found["loaded"] if name.count(".") and name.split(".")[1] in APART}
+    assert sum(len(Path(file).read_text().splitlines()) for file in found["loaded"].values()) <= 7500
+    assert found["offered"] == SPACES
+    text = Path(rowprop.__file__).read_text()
+    assert re.findall(r"^    from rowprop import (\w+) as \1$", text, re.M) == SPACES  # seen by type checkers
 
 
 def test_every_error_is_offered():
@@ -100,8 +122,7 @@ def test_every_error_is_offered():
 
 def test_import_brings_torch_and_itself_and_changes_nothing():
     # Red with `import typer` or `warnings.simplefilter("ignore")` in any module that __init__ imports.
-    answer = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
-    found = json.loads(answer.stdout)
+    found = in_a_new_process(PROBE)
     foreign = [name for name in found["added"] if name not in {"rowprop", "torch", *sys.stdlib_module_names}]
     assert foreign == []
     assert found["changed"] == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,32 @@ import torch
 from torch import Tensor, nn
 
 from rowprop import Selection, SelectiveBackprop, TopK
+from rowprop.app.compare.settings import Settings
 from rowprop.selection import Context, PerClass
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">{{ 7*7 }}'
 WRONG_LABEL = 17  # the row of `mislabelled` whose class is wrong
 
 built: list[nn.Module] = []  # every model that `net` made, for tests that look at what training left
+
+
+def settings(**changes: Any) -> Settings:
+    """Those of a small comparison."""
+    given = {"data": "compare_cases:tiny", "model": "compare_cases:net", "batch_rows": 20, "epochs": 3}
+    return Settings(**(given | changes))
+
+
+def figures(out: Path) -> tuple[list[Any], list[Any]]:
+    """What the results in a folder say about each run, times left out, and about the rows chosen most often."""
+    results = json.loads((out / "results.json").read_text())
+    assert results["finished"]
+    facts = ("label", "seed", "accuracy", "perplexity", "rows_seen", "rows_backpropagated", "loss_shares")
+    points = ("accuracy", "perplexity", "loss", "kept")
+    runs = [
+        [run[fact] for fact in facts] + [[point[key] for key in points] for point in run["curve"]]
+        for run in results["runs"]
+    ]
+    return runs, results["most_chosen"]
 
 
 def tiny() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -29,20 +51,10 @@ def tiny() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return images[:96], classes[:96], images[96:], classes[96:]
 
 
-def hostile() -> tuple[Tensor, Tensor, Tensor, Tensor, list[str]]:
-    return *tiny(), [HOSTILE, "<b>bold</b>", "javascript:alert(1)"]
-
-
 def mislabelled() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     train_x, train_y, test_x, test_y = tiny()
     train_y[WRONG_LABEL] = (train_y[WRONG_LABEL] + 1) % 3
     return train_x, train_y, test_x, test_y
-
-
-def infinite() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    train_x, *rest = tiny()
-    train_x[3, 0, 0, 0] = float("inf")
-    return train_x, *rest
 
 
 def returning(change: Callable[..., Any]) -> Callable[[], Any]:
@@ -50,6 +62,11 @@ def returning(change: Callable[..., Any]) -> Callable[[], Any]:
     return lambda: change(*tiny())
 
 
+hostile = returning(lambda *parts: (*parts, [HOSTILE, "<b>bold</b>", "javascript:alert(1)"]))
+unnamed_class = returning(lambda *parts: (*parts, ["one", "two"]))
+infinite = returning(lambda x, y, tx, ty: (x.where(x < x.max(), torch.inf), y, tx, ty))
+too_few_classes = returning(lambda x, y, tx, ty: (x, y[:-1], tx, ty))
+not_data = returning(lambda *parts: "rows")
 three_parts = returning(lambda x, y, tx, ty: (x, y, tx))
 halves = returning(lambda x, y, tx, ty: (x, y + 0.5, tx, ty + 0.5))
 half_test = returning(lambda x, y, tx, ty: (x, y, tx, (ty > 0) / 2))
@@ -65,15 +82,6 @@ no_names = returning(lambda x, y, tx, ty: (x, y, tx, ty, None))
 other_sides = returning(lambda x, y, tx, ty: (x, y, tx[..., :7], ty))
 float_classes = returning(lambda x, y, tx, ty: (x.requires_grad_(), y.double(), tx, ty.half()))
 bool_classes = returning(lambda x, y, tx, ty: (x.tolist(), y > 0, tx.numpy(), ty > 0))
-
-
-def too_few_classes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    train_x, train_y, test_x, test_y = tiny()
-    return train_x, train_y[:-1], test_x, test_y
-
-
-def unnamed_class() -> tuple[Tensor, Tensor, Tensor, Tensor, list[str]]:
-    return *tiny(), ["one", "two"]
 
 
 def write_glosses(folder: Path) -> list[tuple[str, int]]:
@@ -94,10 +102,6 @@ def write_glosses(folder: Path) -> list[tuple[str, int]]:
             written.append((gloss, number))
         (folder / f"data.{part}").write_text("\n".join(lines) + "\n")
     return written
-
-
-def not_data() -> str:
-    return "rows"
 
 
 def failing() -> None:
@@ -124,24 +128,13 @@ def stacked(num_classes: int = 3, in_channels: int = 1) -> nn.Module:
     return model
 
 
-def net_with_batch() -> tuple[nn.Module, Any]:
-    return net(), tiny()[:2]
-
-
 def net_with_losses() -> tuple[nn.Module, Any, Any]:
     return net(), tiny()[:2], lambda model, batch: model(batch[0]).mean(1)
 
 
-def one_class_short() -> nn.Module:
-    return net(2)
-
-
-def wants_colour() -> nn.Module:
-    return net(in_channels=3)
-
-
-def not_a_model() -> int:
-    return 5
+one_class_short = partial(net, 2)
+wants_colour = partial(net, in_channels=3)
+not_a_model = partial(int, 5)
 
 
 class TwoOutputs(nn.Module):

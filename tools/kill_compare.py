@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import random
 import signal
@@ -25,12 +24,10 @@ from typing import Any
 
 import torch
 
-from rowprop.app.compare.run import compare
-from rowprop.app.compare.settings import Settings
+from compare_cases import figures, settings
+from rowprop.app.compare import run as run_module
 
-SETTINGS = Settings(
-    data="compare_cases:tiny", model="compare_cases:net", methods="full,ohem", seeds=2, epochs=2, batch_rows=20
-)
+SETTINGS = settings(methods="full,ohem", seeds=2, epochs=2)
 CHANGING = ("open", "write", "fsync", "replace", "rename", "mkdir", "unlink", "flock", "ftruncate", "close")
 
 
@@ -44,10 +41,9 @@ def touches_files(function: Any) -> bool:
 def attempt(out: Path, *, moment: int | None, files_only: bool, **flags: bool) -> tuple[int, str]:
     """Compare in a process of its own, which kills itself at this call; None for never.
 
-    Returns:
-        Its wait status, and the call at which it died, or how many calls it made: of all kinds before it wrote the
-        results, whose page is most of the calls, and to files.
+    Calls that draw the page, most of all, do not count: nothing is on its way to a disk meanwhile.
 
+    Returns its wait status, and the call at which it died, or how many calls it made: of all kinds, and to files.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -57,46 +53,34 @@ def attempt(out: Path, *, moment: int | None, files_only: bool, **flags: bool) -
         with os.fdopen(reader) as pipe:
             return status, pipe.read()
     code = 1
-    try:
-        counts = {False: 0, True: 0}
-        before_results = 0
+    counts = {False: 0, True: 0}
+    draw = run_module.render_report
 
-        def watch(frame: Any, event: str, function: Any) -> None:
-            nonlocal before_results
+    def watch(frame: Any, event: str, function: Any) -> None:
+        to_files = event.startswith("c_") and touches_files(function)
+        counts[False] += 1
+        counts[True] += to_files
+        if counts[files_only] == moment and (to_files or not files_only):
             name = frame.f_code.co_name if event in ("call", "return") else function.__name__
-            if (name, event) == ("summarise", "call"):
-                before_results = counts[False]
-            to_files = event.startswith("c_") and touches_files(function)
-            counts[False] += 1
-            counts[True] += to_files
-            if counts[files_only] == moment and (to_files or not files_only):
-                os.write(writer, f"{'after' if event.endswith('return') else 'before'} {name}".encode())
-                os.kill(os.getpid(), signal.SIGKILL)
+            os.write(writer, f"{'after' if event.endswith('return') else 'before'} {name}".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        sys.setprofile(watch)
-        compare(SETTINGS, out, **flags)
+    def unwatched(*given: Any) -> str:
         sys.setprofile(None)
-        os.write(writer, f"{before_results} {counts[True]}".encode())
+        page = draw(*given)
+        sys.setprofile(watch)
+        return page
+
+    try:
+        run_module.render_report = unwatched
+        sys.setprofile(watch)
+        run_module.compare(SETTINGS, out, **flags)
+        sys.setprofile(None)
+        os.write(writer, f"{counts[False]} {counts[True]}".encode())
         code = 0
     except BaseException:
         traceback.print_exc()
     os._exit(code)
-
-
-def figures(out: Path) -> list[Any]:
-    """What the results say about each run, times left out."""
-    results = json.loads((out / "results.json").read_text())
-    assert results["finished"]
-    return [
-        [run["label"], run["seed"], run["accuracy"], run["rows_seen"], run["rows_backpropagated"], run["loss_shares"]]
-        + [[point["accuracy"], point["loss"], point["kept"]] for point in run["curve"]]
-        for run in results["runs"]
-    ]
-
-
-def kept_runs(out: Path) -> set[bytes]:
-    """The content of every run file, here or set aside."""
-    return {path.read_bytes() for path in out.rglob("runs/*.json")}
 
 
 def main() -> None:
@@ -109,13 +93,11 @@ def main() -> None:
     moments = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as scratch:
         out, whole = Path(scratch, "killed"), Path(scratch, "whole")
-        compare(SETTINGS, Path(scratch, "first"))  # loads all modules, before the forks
+        run_module.compare(SETTINGS, Path(scratch, "first"))  # loads all modules, before the forks
         status, counted = attempt(whole, moment=None, files_only=False)
         assert status == 0, counted
-        calls = {files_only: int(count) for files_only, count in zip((False, True), counted.split(), strict=True)}
-        print(
-            f"A comparison that nobody kills makes {calls[False]:,} calls before its results, {calls[True]} to files."
-        )
+        calls = [*map(int, counted.split())]
+        print(f"A comparison that nobody kills makes {calls[False]:,} calls beside its page, {calls[True]} to files.")
         kills = ends = 0
         kept: set[bytes] = set()
         flags = {"fresh": True}
@@ -124,7 +106,7 @@ def main() -> None:
             # Early ones fall into what a resumed comparison still has to do, late ones into its end or beyond.
             moment = moments.randrange(1, calls[files_only] // moments.choice((1, 4))) if kills < args.kills else None
             status, said = attempt(out, moment=moment, files_only=files_only, **flags)
-            now = kept_runs(out)
+            now = {path.read_bytes() for path in out.rglob("runs/*.json")}  # here or set aside
             assert kept <= now, f"{len(kept - now)} kept runs are gone"
             kept = now
             if os.WIFSIGNALED(status):

