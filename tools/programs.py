@@ -802,7 +802,7 @@ KINDS = {
             x.flatten(1).sum(1, True) + F.embedding_bag(p.below(5, len(x), 3), p.leaf(5, w), mode=p.one(*BAGS))""",
         "losses": """
             getattr(F, p.one(*LOSSES))(x, p.leaf(*x.shape), reduction="none"); ctc(p, s)
-            F.binary_cross_entropy_with_logits(x, p.leaf(w).detach().sigmoid(), p.leaf(1).detach(), reduction="none")
+            F.binary_cross_entropy_with_logits(x, p.like(x).detach().sigmoid(), p.leaf(w).detach(), reduction="none")
             F.kl_div(x.log_softmax(-1), p.leaf(*x.shape).softmax(-1), reduction="none")
             F.nll_loss(s.log_softmax(1), p.below(s.shape[1], len(s), s.shape[2]), reduction="none")
             F.triplet_margin_loss(x, p.leaf(*x.shape), x.flip(0), reduction="none")
@@ -941,9 +941,9 @@ def plain(seed: int, without: set[str] | frozenset[str] = frozenset()) -> tuple[
         if p.left_out or without:  # what a failed step has left behind is no part of the program
             p = build(seed, indexed, p.left_out | set(without))
         results = backward(p)
+        fit = bool(results) and all(x is None or bool(torch.isfinite(x).all()) for x in results)
     except REFUSED:
         return None  # as an in-place op on what another op has saved
-    fit = bool(results) and all(x is None or bool(torch.isfinite(x).all()) for x in results)
     return (p, results) if fit else None
 
 
