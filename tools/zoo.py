@@ -117,6 +117,11 @@ def classify(model: nn.Module, batch: Batch) -> Tensor:
     return losses.view(len(target), -1).mean(1)
 
 
+def by_element(loss: Callable[..., Tensor]) -> Losses:
+    """The mean of a loss over the elements of each row's target, which may be its input."""
+    return lambda model, batch: loss(model(batch[0]), batch[-1], reduction="none").flatten(1).mean(1)
+
+
 def add(
     kind: str,
     batch: Callable[[], Batch],
@@ -248,34 +253,27 @@ def bilinear() -> nn.Module:
     return Net(lambda net, x: net.join(net.a(x), net.b(x)), **parts)
 
 
-add(
-    "MLP",
-    vectors(10),
-    mlp_every_activation,
-    mlp=lambda: seq(
-        *(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, C)),
-    ),
-)
-add(
-    "MLP",
-    vectors(D),
-    *(highway, bilinear, kolmogorov_arnold, neural_ode),
-    gated_linear_units=lambda: seq(nn.Linear(D, 2 * D), nn.GLU(), nn.Linear(D, 2 * D), swiglu, nn.Linear(D, C)),
-    weight_normed=lambda: seq(nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, C)),
-)
-add("MLP", vectors(3), radiance_field)
+def gated_linear_units() -> nn.Module:
+    return seq(nn.Linear(D, 2 * D), nn.GLU(), nn.Linear(D, 2 * D), swiglu, nn.Linear(D, C))
 
 
-def each_class(model: nn.Module, batch: Batch) -> Tensor:
-    x, target = batch
-    return F.binary_cross_entropy_with_logits(model(x), target, reduction="none").mean(1)
+def weight_normed() -> nn.Module:
+    return seq(nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, C))
+
+
+def mlp() -> nn.Module:
+    return seq(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, C))
 
 
 def multi_label() -> nn.Module:
     return seq(nn.Linear(10, D), nn.ReLU(), nn.Linear(D, C))
 
 
-add("MLP", lambda: (torch.randn(N, 10), torch.rand(N, C).round()), multi_label, losses=each_class)
+several = {"losses": by_element(F.binary_cross_entropy_with_logits)}
+add("MLP", vectors(10), mlp, mlp_every_activation)
+add("MLP", vectors(D), highway, bilinear, kolmogorov_arnold, neural_ode, gated_linear_units, weight_normed)
+add("MLP", vectors(3), radiance_field)
+add("MLP", lambda: (torch.randn(N, 10), torch.rand(N, C).round()), multi_label, **several)
 
 
 def evidence(model: nn.Module, batch: Batch) -> Tensor:
@@ -359,23 +357,16 @@ def densenet() -> nn.Module:
     return seq(dense(3), dense(7), dense(11), lambda x: x.amax((2, 3)), nn.Linear(15, C))
 
 
-add(
-    "CNN",
-    image(),
-    *(resnet, mobilenet, convnext, pixel_shuffle, densenet),
-    cnn_batchnorm_frozen=lambda: frozen(small_cnn(nn.BatchNorm2d)),
-    cnn_groupnorm=lambda: small_cnn(groups),
-    cnn_instancenorm=lambda: small_cnn(lambda width: nn.InstanceNorm2d(width, affine=True)),
-    cnn_channels_last=lambda: seq(channels_last, small_cnn(groups)),
-    resnet_channels_last=lambda: seq(channels_last, resnet()),
-)
+cnns = {
+    "cnn_batchnorm_frozen": lambda: frozen(small_cnn(nn.BatchNorm2d)),
+    "cnn_groupnorm": lambda: small_cnn(groups),
+    "cnn_instancenorm": lambda: small_cnn(lambda width: nn.InstanceNorm2d(width, affine=True)),
+    "cnn_channels_last": lambda: seq(channels_last, small_cnn(groups)),
+    "resnet_channels_last": lambda: seq(channels_last, resnet()),
+}
 training = {"cnn_batchnorm_training": lambda: small_cnn(nn.BatchNorm2d)}
+add("CNN", image(), resnet, mobilenet, convnext, pixel_shuffle, densenet, **cnns)
 add("CNN", image(), densifies=("native_batch_norm_backward",), **training)
-
-
-def each_pixel(model: nn.Module, batch: Batch) -> Tensor:
-    x, target = batch
-    return F.nll_loss(model(x).log_softmax(1), target, reduction="none").mean((1, 2))
 
 
 def unet() -> nn.Module:
@@ -385,15 +376,10 @@ def unet() -> nn.Module:
         u = torch.cat([net.up2(net.middle(b)), b], 1)
         return net.head(torch.cat([net.up1(u), a], 1))
 
-    return Net(
-        forward,
-        down1=nn.Conv2d(3, 4, 3, padding=1),
-        down2=nn.Conv2d(4, D, 3, 2, 1),
-        middle=seq(nn.GroupNorm(2, D), nn.Conv2d(D, D, 3, 2, 1), nn.ReLU()),
-        up2=nn.ConvTranspose2d(D, D, 2, 2),
-        up1=seq(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(2 * D, 4, 3, padding=1)),
-        head=nn.Conv2d(8, C, 1),
-    )
+    down = {"down1": nn.Conv2d(3, 4, 3, padding=1), "down2": nn.Conv2d(4, D, 3, 2, 1)}
+    middle = seq(nn.GroupNorm(2, D), nn.Conv2d(D, D, 3, 2, 1), nn.ReLU())
+    up1 = seq(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(2 * D, 4, 3, padding=1))
+    return Net(forward, **down, middle=middle, up2=nn.ConvTranspose2d(D, D, 2, 2), up1=up1, head=nn.Conv2d(8, C, 1))
 
 
 def dilated_segmentation() -> nn.Module:
@@ -403,16 +389,13 @@ def dilated_segmentation() -> nn.Module:
     return seq(nn.Conv2d(3, D, 3, padding=1), nn.AvgPool2d(2), dilated, nn.LeakyReLU(), up, nn.Conv2d(D, C, 1))
 
 
-pixels = lambda: (torch.randn(N, 3, 8, 8), torch.randint(C, (N, 8, 8)))  # noqa: E731
-add("CNN", pixels, unet, dilated_segmentation, losses=each_pixel)
+each_pixel = {"losses": by_element(F.cross_entropy)}
+add("CNN", lambda: (torch.randn(N, 3, 8, 8), torch.randint(C, (N, 8, 8))), unet, dilated_segmentation, **each_pixel)
 
 
 def cnn_3d() -> nn.Module:
     first = nn.Conv3d(2, D, 3, padding=1), nn.GroupNorm(2, D), nn.ReLU(), nn.MaxPool3d(2), nn.Conv3d(D, D, 2)
     return seq(*first, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(D, C))
-
-
-add("CNN", image(6, 2, 3), cnn_3d)
 
 
 def temporal_convolutions() -> nn.Module:
@@ -423,9 +406,6 @@ def temporal_convolutions() -> nn.Module:
         return res(pad, nn.Conv1d(D, D, 3, dilation=dilation, groups=2), nn.ReLU(), nn.Dropout(0.1))
 
     return seq(nn.Conv1d(3, D, 1), causal(1), causal(2), nn.AvgPool1d(2), lambda x: x[..., -1], nn.Linear(D, C))
-
-
-add("CNN", image(12, 3, 1), temporal_convolutions)
 
 
 def wavenet() -> nn.Module:
@@ -447,21 +427,16 @@ def wavenet() -> nn.Module:
     return Net(forward, embed=nn.Embedding(V, D), head=nn.Conv1d(D, V, 1), layers=nn.ModuleList(layers))
 
 
-add("CNN", language(), wavenet)
-
-
-def reconstruction(model: nn.Module, batch: Batch) -> Tensor:
-    (x,) = batch
-    return F.mse_loss(model(x), x, reduction="none").mean((1, 2, 3))
-
-
 def autoencoder() -> nn.Module:
     encoder = nn.Conv2d(3, D, 3, 2, 1), nn.ReLU(), nn.Conv2d(D, 4, 3, 2, 1), nn.ReLU()
     last = nn.ConvTranspose2d(D, 3, 3, 2, 1, output_padding=1)
     return seq(*encoder, nn.ConvTranspose2d(4, D, 4, 2, 1), nn.ReLU(), last)
 
 
-add("CNN", lambda: (torch.randn(N, 3, 8, 8),), autoencoder, losses=reconstruction)
+add("CNN", image(6, 2, 3), cnn_3d)
+add("CNN", image(12, 3, 1), temporal_convolutions)
+add("CNN", language(), wavenet)
+add("CNN", lambda: (torch.randn(N, 3, 8, 8),), autoencoder, losses=by_element(F.mse_loss))
 
 
 def similar(model: nn.Module, batch: Batch) -> Tensor:
@@ -481,8 +456,11 @@ def triplet(model: nn.Module, batch: Batch) -> Tensor:
     return F.triplet_margin_loss(a, b, c, margin=1.0, reduction="none")
 
 
-three_images = lambda: tuple(torch.randn(N, 3, 8, 8) for _ in range(3))  # noqa: E731
-add("metric", three_images, losses=triplet, triplets=lambda: small_cnn(groups))
+def triplets() -> nn.Module:
+    return small_cnn(groups)
+
+
+add("metric", lambda: tuple(torch.randn(3, N, 3, 8, 8)), triplets, losses=triplet)
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
@@ -660,13 +638,6 @@ def transformer_encoder_padded() -> nn.Module:
     return Net(forward, embed=embedded(), encoder=encoder, head=nn.Linear(D, C))
 
 
-def padded() -> Batch:
-    return torch.randint(V, (N, T)), torch.arange(T) >= torch.randint(2, T, (N, 1)), torch.randint(C, (N,))
-
-
-add("encoder", padded, transformer_encoder_padded)
-
-
 def encoder_decoder() -> nn.Module:
     """Cross attention."""
 
@@ -688,30 +659,20 @@ def nn_transformer() -> nn.Module:
     return Net(forward, source=embedded(), target=embedded(), model=model, head=nn.Linear(D, V))
 
 
+def padding() -> Tensor:
+    """Which tokens are padding: those behind the first two or more of each row."""
+    return torch.arange(T) >= torch.randint(2, T + 1, (N, 1))
+
+
 add("encoder", language(T, 4), encoder_decoder, nn_transformer)
+add("encoder", lambda: (language()()[0], padding(), torch.randint(C, (N,))), transformer_encoder_padded)
 
 
-def gpt_mask_as_long_as_the_batch() -> nn.Module:
-    mask = torch.zeros(N, N).masked_fill(ahead(N), -math.inf)
-    return language_model(block(lambda q, k, v: sdpa(q, k, v, attn_mask=mask.to(q))), steps=N)
-
-
-add("causal", language(N), gpt_mask_as_long_as_the_batch)
-
-
-def gpt_float_mask() -> nn.Module:
-    mask = torch.zeros(T, T).masked_fill(ahead(T), -math.inf)
-    return language_model(block(lambda q, k, v: sdpa(q, k, v, attn_mask=mask.to(q))))
-
-
-def gpt_bool_mask() -> nn.Module:
-    mask = ~ahead(T)[None, None]
-    return language_model(block(lambda q, k, v: sdpa(q, k, v, attn_mask=mask)))
-
-
-def gpt_masked_by_hand() -> nn.Module:
-    mask = ahead(T)
-    return language_model(block(by_hand(lambda scores: scores.masked_fill(mask, -math.inf))))
+def masked_gpt(mask: Tensor) -> nn.Module:
+    """The mask goes to the kernel, as it is or as numbers."""
+    mask = mask if mask.dtype == torch.bool else mask.masked_fill(ahead(len(mask)), -math.inf)
+    attend = block(lambda q, k, v: sdpa(q, k, v, attn_mask=mask if mask.dtype == torch.bool else mask.to(q)))
+    return language_model(attend, steps=mask.shape[-1])
 
 
 def gpt_tied() -> nn.Module:
@@ -772,12 +733,16 @@ def linear_attention() -> nn.Module:
     return language_model(block(core))
 
 
-add(
-    "causal",
-    language(),
-    *(gpt_float_mask, gpt_bool_mask, gpt_masked_by_hand, gpt_tied, llama, grouped_queries, alibi, linear_attention),
-    gpt=lambda: language_model(block(causal), block(causal)),
-)
+decoders = {
+    "gpt": lambda: language_model(block(causal), block(causal)),
+    "gpt_float_mask": lambda: masked_gpt(torch.zeros(T, T)),
+    "gpt_bool_mask": lambda: masked_gpt(~ahead(T)[None, None]),
+    "gpt_masked_by_hand": lambda: language_model(
+        block(by_hand(lambda scores: scores.masked_fill(ahead(T), -math.inf)))
+    ),
+}
+add("causal", language(N), gpt_mask_as_long_as_the_batch=lambda: masked_gpt(torch.zeros(N, N)))
+add("causal", language(), gpt_tied, llama, grouped_queries, alibi, linear_attention, **decoders)
 
 
 def each_real_token(model: nn.Module, batch: Batch) -> Tensor:
@@ -788,8 +753,8 @@ def each_real_token(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def padded_language() -> Batch:
-    target = torch.randint(V, (N, T)).masked_fill(torch.arange(T) >= torch.randint(2, T + 1, (N, 1)), -100)
-    return torch.randint(V, (N, T)), target
+    tokens, target = language()()
+    return tokens, target.masked_fill(padding(), -100)
 
 
 add("causal", padded_language, losses=each_real_token, gpt_padded=lambda: language_model(block(causal)))
@@ -820,9 +785,11 @@ def experts_tokens() -> nn.Module:
     return seq(nn.Embedding(V, D), block(sdpa), res(routed), mean, nn.Linear(D, C))
 
 
-for route in ("dense", "index_add", "index_put"):
-    routing = {f"experts_{route}": lambda route=route: seq(nn.Linear(D, D), experts(route), nn.Linear(D, C))}
-    add("MoE", vectors(D), **routing)
+routes = {
+    f"experts_{route}": lambda route=route: seq(nn.Linear(D, D), experts(route), nn.Linear(D, C))
+    for route in ("dense", "index_add", "index_put")
+}
+add("MoE", vectors(D), **routes)
 add("MoE", text(), experts_tokens)
 
 # --- steps in time ---------------------------------------------------------------------------------------------------
@@ -855,21 +822,14 @@ def gru_bidirectional_sequence_first() -> nn.Module:
     return sequence_first(nn.GRU(D, D, bidirectional=True), lambda out: out[0].mean(0), 2 * D)
 
 
-add(
-    "recurrent",
-    text(),
-    *(lstm_cells_with_layernorm, gru_bidirectional_sequence_first),
-    rnn=lambda: recurrent(nn.RNN),
-    gru=lambda: recurrent(nn.GRU, num_layers=2, dropout=0.1),
-)
-add(
-    "recurrent",
-    text(),
-    share=1.5,
-    lstm=lambda: recurrent(nn.LSTM),
-    lstm_bidirectional=lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True),
-    lstm_sequence_first=lambda: sequence_first(nn.LSTM(D, D), lambda out: out[1][0][-1], D),
-)
+layers = {"rnn": lambda: recurrent(nn.RNN), "gru": lambda: recurrent(nn.GRU, num_layers=2, dropout=0.1)}
+lstms = {
+    "lstm": lambda: recurrent(nn.LSTM),
+    "lstm_bidirectional": lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True),
+    "lstm_sequence_first": lambda: sequence_first(nn.LSTM(D, D), lambda out: out[1][0][-1], D),
+}
+add("recurrent", text(), lstm_cells_with_layernorm, gru_bidirectional_sequence_first, **layers)
+add("recurrent", text(), share=1.5, **lstms)
 
 
 def state_space() -> nn.Module:
@@ -918,11 +878,8 @@ def speech() -> nn.Module:
     return seq(nn.Linear(3, D), nn.GRU(D, D, batch_first=True), lambda out: out[0], nn.Linear(D, C))
 
 
-def sounds() -> Batch:
-    return torch.randn(N, 10, 3), torch.randint(1, C, (N, 3))
-
-
-add("recurrent", sounds, speech, losses=alignment, uncounted=("_ctc_loss_backward",))
+ctc = {"losses": alignment, "uncounted": ("_ctc_loss_backward",)}
+add("recurrent", lambda: (torch.randn(N, 10, 3), torch.randint(1, C, (N, 3))), speech, **ctc)
 
 # --- embeddings and sets ---------------------------------------------------------------------------------------------
 
@@ -956,11 +913,8 @@ def recommender() -> nn.Module:
     return Net(forward, dense=nn.Linear(5, D), tables=tables, top=top)
 
 
-def clicks() -> Batch:
-    return torch.randn(N, 5), torch.randint(V, (N, 3)), torch.rand(N).round()
-
-
-add("embedding", clicks, recommender, losses=lambda model, batch: model(*batch))
+of_model = {"losses": lambda model, batch: model(*batch)}
+add("embedding", lambda: (torch.randn(N, 5), torch.randint(V, (N, 3)), torch.rand(N).round()), recommender, **of_model)
 
 
 def deep_sets() -> nn.Module:
@@ -993,8 +947,4 @@ def graph_convolution() -> nn.Module:
     return Net(forward, first=nn.Linear(3, D), second=nn.Linear(D, D), head=nn.Linear(D, C))
 
 
-def graphs() -> Batch:
-    return torch.randn(N, 5, 3), (torch.rand(N, 5, 5) > 0.5).float(), torch.randint(C, (N,))
-
-
-add("set", graphs, graph_convolution)
+add("set", lambda: (torch.randn(N, 5, 3), torch.rand(N, 5, 5).round(), torch.randint(C, (N,))), graph_convolution)

@@ -111,7 +111,9 @@ def check(name: str, gradients: Gradients, index: list[int], tolerance: float) -
             torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", sorted(test_rules.CASES.keys() - {"ctc_joined"}))  # its index.cpu() stays there
+@pytest.mark.parametrize(
+    "name", sorted(test_rules.CASES.keys() - {"ctc_joined"})
+)  # its index.cpu() stays on this device
 # Red when: a rule makes a tensor without `device=`, reads a count unchecked, or asks device.type.
 def test_a_rule_gives_the_gradients_of_the_cpu(name: str):
     def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
