@@ -53,29 +53,19 @@ which then differ."""
 class Program:
     """One run of a program."""
 
-    seed: int
-    """Its number; everything but ``take`` follows from it."""
-    take: Take
-    """Picks rows, or indexes them."""
-    left_out: set[str] = field(default_factory=set)
-    """Names of steps that fail under plain indexing, and so in no other run."""
-    made: list[Tensor] = field(default_factory=list)
-    """The tensors so far."""
-    leaves: list[Tensor] = field(default_factory=list)
-    """The inputs and the parameters."""
-    losses: list[Tensor] = field(default_factory=list)
-    """One number for each place where rows were picked for a loss."""
+    seed: int  # its number; everything but ``take`` follows from it
+    take: Take  # picks rows, or indexes them
+    left_out: set[str] = field(default_factory=set)  # names of steps that fail under plain indexing, and so in no run
+    made: list[Tensor] = field(default_factory=list)  # the tensors so far
+    leaves: list[Tensor] = field(default_factory=list)  # the inputs and the parameters
+    losses: list[Tensor] = field(default_factory=list)  # one number for each place where rows were picked for a loss
     retained: list[Tensor] = field(default_factory=list)
-    cut: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Tensors, and the leaves that stand for them further down: their gradient is handed over at the end."""
-    noted: dict[str, list[Tensor]] = field(default_factory=dict)
-    """What hooks saw of gradients, by step."""
+    cut: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # see :func:`cut`
+    noted: dict[str, list[Tensor]] = field(default_factory=dict)  # what hooks saw of gradients, by step
     steps: list[str] = field(default_factory=list)
-    inner: list[str] = field(default_factory=list)
-    """Names of steps within steps."""
+    inner: list[str] = field(default_factory=list)  # steps within steps
     ending: str = ""
-    given: list[Any] = field(default_factory=list)
-    """What the present step has made, see :meth:`once`."""
+    given: list[Any] = field(default_factory=list)  # what the present step has made, see :meth:`once`
     at: int = 0
     name: str = ""
     r: Random = field(default_factory=Random)
@@ -619,30 +609,25 @@ def hooked_node(p: Program, x: Tensor) -> Tensor:
 
 
 def hooked_module(p: Program, x: Tensor) -> Tensor:
-    layer, name, kind = p.module(nn.Linear, x.shape[-1], 2), p.name, p.r.randrange(4)
-    if kind == 0:
-        layer.register_full_backward_hook(lambda m, given, arrived: p.note(name, arrived[0]))
-    elif kind == 1:
-        layer.register_full_backward_hook(lambda m, given, arrived: (None if given[0] is None else given[0] * 2,))
-    elif kind == 2:
-        layer.register_full_backward_pre_hook(lambda m, arrived: (arrived[0] * 0.5,))
-    else:
-        layer.register_forward_hook(lambda m, given, out: p.take(out, torch.arange(len(out)).flip(0)).tanh())
+    layer, name = p.module(nn.Linear, x.shape[-1], 2), p.name
+    register, run = p.one(
+        ("full_backward_hook", lambda m, given, arrived: p.note(name, arrived[0])),
+        ("full_backward_hook", lambda m, given, arrived: (None if given[0] is None else given[0] * 2,)),
+        ("full_backward_pre_hook", lambda m, arrived: (arrived[0] * 0.5,)),
+        ("forward_hook", lambda m, given, out: p.take(out, torch.arange(len(out)).flip(0)).tanh()),
+    )
+    getattr(layer, f"register_{register}")(run)
     return layer(x)
 
 
 def hooked_together(p: Program, x: Tensor) -> Tensor:
     name, others, mode = p.name, [x, *[o for o in p.made if o.requires_grad][-2:]], p.one("all", "any")
-
-    def together(grads: Any) -> None:
-        for grad in grads if mode == "all" else [grads]:
-            p.note(name, grad)
-
-    return after(x, register_multi_grad_hook(others, together, mode=mode))
+    notes = {"all": lambda grads: [p.note(name, grad) for grad in grads], "any": lambda grad: p.note(name, grad)}
+    return after(x, register_multi_grad_hook(others, notes[mode], mode=mode))
 
 
 def cut(p: Program, x: Tensor) -> Tensor:
-    """The graph ends here. The gradient is handed over at the end."""
+    """The graph ends here, and a leaf stands for the tensor. Its gradient is handed over at the end."""
     below = x.detach().requires_grad_()
     p.leaves.append(below)
     if x.requires_grad:
@@ -651,14 +636,14 @@ def cut(p: Program, x: Tensor) -> Tensor:
 
 
 def copying() -> AbstractContextManager[Any]:
-    return saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x.clone())
+    return saved_tensors_hooks(lambda x: x.detach().clone(), torch.clone)
 
 
 def narrowing() -> AbstractContextManager[Any]:
-    return saved_tensors_hooks(
-        lambda x: x.detach().float() if x.is_floating_point() else x,
-        lambda x: x.double() if x.is_floating_point() else x,
-    )
+    def to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda x: x.detach().to(dtype) if x.is_floating_point() else x
+
+    return saved_tensors_hooks(to(torch.float32), to(torch.float64))
 
 
 def staging() -> AbstractContextManager[Any]:
@@ -686,8 +671,8 @@ def staged(p: Program, x: Tensor) -> Tensor:
     return x
 
 
-def saved(p: Program, x: Tensor, hooks: Callable[[], AbstractContextManager[Any]]) -> Tensor:
-    with hooks():
+def saved(p: Program, x: Tensor, hooks: AbstractContextManager[Any]) -> Tensor:
+    with hooks:
         return p.within()(x)
 
 
@@ -823,7 +808,7 @@ KINDS = {
             hooked_module(p, x); hooked_together(p, x); after(x, x.retain_grad(), p.retained.append(x))
             backward_in_a_hook(p, x)""",
         "saved tensors": """
-            saved(p, x, copying); saved(p, x, narrowing); saved(p, x, torch.autograd.graph.save_on_cpu)
+            saved(p, x, copying()); saved(p, x, narrowing()); saved(p, x, torch.autograd.graph.save_on_cpu())
             staged(p, x)""",
         "many picks": "cells(p, s, pick=True); after(x, p.lose(x)); after(x, p.lose(x), p.lose(x.sin()))",
         "cuts": "cut(p, x); x.detach() + p.any().sum()",
