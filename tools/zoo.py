@@ -18,6 +18,7 @@ from rowprop.cost.flops import Flops, count_flops
 N = 8
 ROWS = (2, 5)
 KEEP = len(ROWS) / N
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 T, V, D, H, C = 6, 11, 8, 2, 4  # steps, vocabulary, width, heads, classes
 
 Batch = tuple[Tensor, ...]
@@ -104,6 +105,12 @@ def errors(expected: Backward, actual: Backward) -> dict[str, float]:
             assert type(other) is Tensor, name
             found[name] = float((other - grad).abs().max()) / max(float(grad.abs().max()), 1e-2 * scale)
     return found
+
+
+def assert_same(expected: Backward, actual: Backward, tolerance: float = TOLERANCE[torch.float32]) -> None:
+    """No gradient is off by more than the tolerance."""
+    off = {name: error for name, error in errors(expected, actual).items() if not error <= tolerance}
+    assert not off, off
 
 
 ENTRIES: list[Entry] = []
