@@ -37,16 +37,9 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(32, 1)).double()
 
 
-class Compiled(nn.Module):
-    """A compiled model that has the parameters of the model it was made of."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        torch._dynamo.reset()
-        self.model, self.run = model, [torch.compile(model, backend="rowprop", options={"kernels": "eager"})]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run[0](x)
+def compiled(model: nn.Module) -> nn.Module:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="rowprop", options={"kernels": "eager"})
 
 
 def gradient(model: Callable[[Tensor], Tensor], x: Tensor, rows: Tensor | int, policy: object = None) -> Tensor:
@@ -144,41 +137,33 @@ def test_the_warning_tells_what_was_measured():
 # --- several policies -------------------------------------------------------------------------------------------------
 
 
+POLICIES = [  # of two picks, how many rows each keeps, and whether the exact gradient comes out
+    (("rows", None), 4, True),  # None is exact for few rows
+    ((None, "rows"), 4, True),
+    (("rows", None), 20, False),
+    ((None, "exact"), 20, True),
+    (("rows", "exact"), 20, True),
+    ((None, None), 20, False),  # 20 and 20 rows are 40
+    ((None, None), 4, True),
+    (("rows", "rows"), 4, False),
+]
+
+
 @pytest.mark.parametrize("meet", ["added", "joined"])
-@pytest.mark.parametrize(
-    ("policies", "kept", "exact"),
-    [
-        (("rows", None), 4, True),  # None is exact for few rows
-        ((None, "rows"), 4, True),
-        (("rows", None), 20, False),
-        ((None, "exact"), 20, True),
-        (("rows", "exact"), 20, True),
-        ((None, None), 20, False),  # 20 and 20 rows are 40
-        ((None, None), 4, True),
-        (("rows", "rows"), 4, False),
-    ],
-)
+@pytest.mark.parametrize(("policies", "kept", "exact"), POLICIES)
 # Red: the union has the policy of its first pick, or "rows" wins over None.
 def test_picks_of_unlike_policies_take_the_one_that_approximates_least(meet, policies, kept, exact):
     x, norm = batch().view(2 * N, 5).requires_grad_(), nn.BatchNorm1d(5).double()
     hidden = norm(x)
     if meet == "added":
-        parts, starts = [hidden.square().sum(1), hidden.exp().sum(1)], (0, kept)
+        parts = [(hidden.square().sum(1), torch.arange(kept)), (hidden.exp().sum(1), torch.arange(kept, 2 * kept))]
     else:  # the backward of chunk joins the gradients of its pieces
-        parts, starts = [part.square().sum(1) for part in hidden.chunk(2)], (0, 0)
-
-    def take(losses: Tensor, start: int, policy: object) -> Tensor:
-        rows = torch.arange(start, start + kept)
-        return (losses[rows] if policy == "plain" else rowprop.pick(losses, rows, batchnorm=policy)).sum()
-
-    def backward(policies: tuple[object, object]) -> Tensor:
-        loss = sum(take(*given) for given in zip(parts, starts, policies, strict=True))
-        return torch.autograd.grad(loss, x, retain_graph=True)[0]
-
+        parts = [(part.square().sum(1), torch.arange(kept)) for part in hidden.chunk(2)]
+    expected = torch.autograd.grad(sum(losses[rows].sum() for losses, rows in parts), x, retain_graph=True)[0]
     with rowprop.watch() as report:
-        found = backward(policies)
+        picked = (rowprop.pick(*part, batchnorm=policy).sum() for part, policy in zip(parts, policies, strict=True))
+        found = torch.autograd.grad(sum(picked), x)[0]
     assert ("native_batch_norm_backward" in report.densified) == exact
-    expected = backward(("plain", "plain"))
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12) == exact
 
 
@@ -199,7 +184,7 @@ def test_rows_that_thinning_drew_count_as_those_they_were_drawn_from():
 def test_a_compiled_region_decides_as_eager_mode_does():
     # Red: the region keeps the choice of its first backward for every number of rows, or for every policy.
     model, x = mlp(), batch()
-    compiled = Compiled(model)
+    region = compiled(model)
     for kept, policy in (
         (4, None),
         (40, None),
@@ -210,7 +195,7 @@ def test_a_compiled_region_decides_as_eager_mode_does():
         (8, None),
         (1, None),
     ):
-        found = gradient(compiled, x, kept, policy)
+        found = gradient(region, x, kept, policy)
         torch.testing.assert_close(found, gradient(model, x, kept, policy))
         projected = policy == "rows" or (policy is None and kept >= 32)
         assert torch.allclose(found, gradient(model, x, kept, "plain")) != projected
@@ -219,7 +204,7 @@ def test_a_compiled_region_decides_as_eager_mode_does():
 @pytest.mark.usefixtures("unwarned")
 def test_a_warning_that_a_filter_made_an_error_is_no_failed_trace():
     # Red: the region runs at full size from there on.
-    model, x = Compiled(mlp()), batch()
+    model, x = compiled(mlp()), batch()
     with pytest.raises(UserWarning, match="batchnorm=None meets"):  # as pyproject.toml asks for
         gradient(model, x, 40)
     with rowprop.watch() as report:

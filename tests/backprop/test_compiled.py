@@ -54,82 +54,70 @@ def tokens(n, length=5):
     return torch.randint(0, 20, (n, length))
 
 
-class TimeFirst(nn.Module):
+def time_first():
     """Attention merges the batch behind time, as nn.MultiheadAttention does."""
 
-    def __init__(self):
-        super().__init__()
-        self.attention, self.norm = nn.MultiheadAttention(16, 4, dropout=0.1), nn.LayerNorm(16)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x):
+    def forward(net, x):
         x = x.transpose(0, 1)
-        out, _ = self.attention(x, x, x, need_weights=False)
-        return self.head(self.norm(x + out).relu().mean(0))
+        out, _ = net.attention(x, x, x, need_weights=False)
+        return net.head(net.norm(x + out).relu().mean(0))
+
+    attention = nn.MultiheadAttention(16, 4, dropout=0.1)
+    return zoo.Net(forward, attention=attention, norm=nn.LayerNorm(16), head=nn.Linear(16, 4))
 
 
-class Causal(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.qkv, self.head = nn.Embedding(20, 16), nn.Linear(16, 48), nn.Linear(16, 4)
-
-    def forward(self, x):
+def causal():
+    def forward(net, x):
         n, t = x.shape
-        q, k, v = self.qkv(self.embed(x)).view(n, t, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        return self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, t, 16))
+        q, k, v = net.qkv(net.embed(x)).view(n, t, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return net.head(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, t, 16))
+
+    return zoo.Net(forward, embed=nn.Embedding(20, 16), qkv=nn.Linear(16, 48), head=nn.Linear(16, 4))
 
 
-class Minor(nn.Module):
+def minor():
     """The rows lie in the last dimension, and inside a norm they are merged with another dimension."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.norm = nn.Linear(16, 12), nn.Linear(12, 4), nn.LayerNorm(6)
+    def forward(net, x):
+        y = net.norm(net.a(x).T.tanh().T.reshape(-1, 6)).reshape(-1, 12)
+        return net.b(F.dropout(y, 0.2) * y.sigmoid())
 
-    def forward(self, x):
-        y = self.norm(self.a(x).T.tanh().T.reshape(-1, 6)).reshape(-1, 12)
-        return self.b(F.dropout(y, 0.2, self.training) * y.sigmoid())
+    return zoo.Net(forward, a=nn.Linear(16, 12), b=nn.Linear(12, 4), norm=nn.LayerNorm(6))
 
 
-class Broken(nn.Module):
+def broken():
     """Two regions: the graph breaks between them, in a layout of its own."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 4)
-
-    def forward(self, x):
-        y = self.a(x).relu().reshape(-1, 8)
+    def forward(net, x):
+        y = net.a(x).relu().reshape(-1, 8)
         torch._dynamo.graph_break()
-        return self.b(y.sin().reshape(-1, 32))
+        return net.b(y.sin().reshape(-1, 32))
+
+    return zoo.Net(forward, a=nn.Linear(16, 32), b=nn.Linear(32, 4))
 
 
-class Heads(nn.Module):
+def heads():
     """Three results, one of them used."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 2)
+    def forward(net, x):
+        y = net.a(x).relu()
+        return net.b(y), net.c(y), y
 
-    def forward(self, x):
-        y = self.a(x).relu()
-        return self.b(y), self.c(y), y
+    return zoo.Net(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 4), c=nn.Linear(16, 2))
 
 
-CONV = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2)]
+CONV = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2)
+FROZEN = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)
 MODELS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)), vectors),
     "dropout": (lambda: nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.ReLU(), nn.Linear(32, 4)), vectors),
     "convolutions": (lambda: nn.Sequential(*CONV, nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(32, 4)), images),
-    "frozen norm": (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval(),
-        images,
-    ),
-    "time first": (TimeFirst, sequences),
-    "causal": (Causal, tokens),
-    "rows last": (Minor, vectors),
-    "two regions": (Broken, vectors),
-    "three results": (Heads, vectors),
+    "frozen norm": (lambda: nn.Sequential(*FROZEN).eval(), images),
+    "time first": (time_first, sequences),
+    "causal": (causal, tokens),
+    "rows last": (minor, vectors),
+    "two regions": (broken, vectors),
+    "three results": (heads, vectors),
 }
 
 
@@ -194,7 +182,7 @@ def test_the_zoo_compiled_is_the_zoo(entry):
 
 
 def test_inductor_equals_plain_indexing_without_densifying():
-    model, batch = compile_model(TimeFirst(), "inductor"), sequences(N)
+    model, batch = compile_model(time_first(), "inductor"), sequences(N)
     for rows in (torch.randperm(N)[:4], torch.arange(N)[1::2]):
         report = compare(model, batch, rows)
         assert report.sliced and report.densified == {}
@@ -231,7 +219,7 @@ def test_nothing_is_compiled_again_while_k_changes(monkeypatch):
     compilations = []
     compile_it = lowering.Backward.compiled
     monkeypatch.setattr(lowering.Backward, "compiled", lambda *a: compilations.append(1) or compile_it(*a))
-    model, batch = compile_model(TimeFirst()), sequences(N)
+    model, batch = compile_model(time_first()), sequences(N)
     frames = torch._dynamo.utils.counters["stats"]
     for step in range(50):
         rowprop.pick(losses_of(model, batch), torch.randperm(N)[: 2 + step % (N - 2)]).mean().backward()
@@ -255,7 +243,7 @@ def test_a_symbolic_batch_from_the_start(name):
 
 def test_repeated_rows():
     # Red where a graph for rows that differ also runs for rows that repeat.
-    model, batch = compile_model(Minor()), vectors(N)
+    model, batch = compile_model(minor()), vectors(N)
     for rows in ([3, 5, 7], [3, 3, 7]):
         compare(model, batch, rows)
 
@@ -285,7 +273,7 @@ def test_what_cannot_be_traced_runs_at_full_size_and_says_so(monkeypatch):
 
     monkeypatch.setattr(lowering, "OnRows", refuse)
     with pytest.warns(UserWarning, match="could not be traced on kept rows and runs at full size"):
-        report = compare(compile_model(Heads()), vectors(N), ROWS)
+        report = compare(compile_model(heads()), vectors(N), ROWS)
     assert "planted" in report.densified["compiled region"].reason
 
 
@@ -359,40 +347,20 @@ def test_unknown_options_are_refused(options):
         model(vectors(N))
 
 
-class Turned(nn.Module):
-    """Two regions; the rows that leave the second are numbered otherwise than those that enter it."""
-
-    def __init__(self, turn):
-        super().__init__()
-        self.a, self.b, self.turn = nn.Linear(16, 16), nn.Linear(16, 4), turn
-
-    def forward(self, x):
-        y = self.a(x).tanh()
-        torch._dynamo.graph_break()
-        return self.b(self.turn(y).sin())
-
-
 TURNS = {"flip": lambda y: y.flip(0), "slice": lambda y: y[2:], "roll": lambda y: y.roll(3, 0)}
 
 
 @pytest.mark.parametrize("turn", TURNS)
 # Red when: the rows that leave a region are taken for those that entered it.
 def test_rows_that_get_other_numbers_in_a_region_leave_it_dense(turn):
-    model = compile_model(Turned(TURNS[turn]))
+    def forward(net, x):
+        y = net.a(x).tanh()
+        torch._dynamo.graph_break()
+        return net.b(TURNS[turn](y).sin())
+
+    model = compile_model(zoo.Net(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 4)))
     report = compare(model, vectors(N), [1, 3], losses=lambda model, batch: model(batch).square().sum(1))
     assert report.densified["compiled region"].reason == "other rows leave it than came in"
-
-
-class Tokens(nn.Module):
-    """Logits of tokens (N, 5, 4), whose losses are taken inside or outside of the region."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.model, self.inside = Causal(), inside
-
-    def forward(self, x):
-        logits = self.model(x)
-        return logits.flatten(0, 1) if self.inside else logits
 
 
 KEPT = {"some of each": torch.arange(N * 5) % 5 < 2, "of a few sequences": torch.arange(N * 5) % 15 > 9}
@@ -402,7 +370,10 @@ KEPT = {"some of each": torch.arange(N * 5) % 5 < 2, "of a few sequences": torch
 @pytest.mark.parametrize("kept", KEPT)
 # Red when: tokens are taken for whole sequences. Under "cut" the gradient is the exact one, and the report says so.
 def test_a_region_takes_whole_sequences_of_tokens(kept, inside):
-    model, batch = compile_model(Tokens(inside)), tokens(N)
+    # Losses of logits (N, 5, 4) are taken inside or outside of the region.
+    whole = causal()
+    model = compile_model(nn.Sequential(whole, nn.Flatten(0, 1)) if inside else whole)
+    batch = tokens(N)
     for attention in ("exact", "cut"):
         pick = partial(rowprop.pick, attention=attention)
         report = compare(model, batch, KEPT[kept], pick, losses=lambda m, b: m(b).flatten(0, -2).logsumexp(-1))
