@@ -819,14 +819,14 @@ STEPS = {name: step for steps in KINDS.values() for name, step in steps.items()}
 OUTER = ("checkpoints", "hooks", "saved tensors", "many picks", "cuts", "random numbers")
 INNER = {name: step for kind, steps in KINDS.items() if kind not in OUTER for name, step in steps.items()}
 
-MODES = {
+PROCESS_WIDE = {
     "counted": partial(FlopCounterMode, display=False),
     "with anomalies": partial(torch.autograd.set_detect_anomaly, True),
 }
 """Endings under modes that torch has for all threads."""
 ONCE = ("grad", "grad in the middle", "of some", "together", "batched")
 """Endings that leave no graph, or no gradient, for what was cut off."""
-ENDINGS = [*["backward"] * 3, *ONCE, "twice", "one by one", "plain first", "cleared between", *MODES]
+ENDINGS = [*["backward"] * 3, *ONCE, "twice", "one by one", "plain first", "cleared between", *PROCESS_WIDE]
 
 
 def build(seed: int, take: Take, left_out: set[str] | None = None) -> Program:
@@ -897,7 +897,7 @@ def backward(p: Program) -> list[Tensor | None]:
             found += [leaf.grad for leaf in leaves]
             for leaf in leaves:
                 leaf.grad = None
-        with MODES.get(ending, nullcontext)():
+        with PROCESS_WIDE.get(ending, nullcontext)():
             total.backward(retain_graph=bool(p.cut))
     if ending not in ONCE:
         for above, below in reversed(p.cut):

@@ -19,7 +19,7 @@ from threading import Barrier
 import torch
 from torch import Tensor, nn
 
-from programs import KINDS, MODES, Program, Take, backward, build, different, indexed, picked, plain
+from programs import KINDS, PROCESS_WIDE, Program, Take, backward, build, different, indexed, picked, plain
 
 Job = Callable[[Take], "list[Tensor | None]"]
 THREADS = 8
@@ -50,7 +50,7 @@ def in_pieces(seed: int) -> Job:
 def program(seed: int) -> Job | None:
     """A random program without what torch has one of for all threads: a generator, some modes."""
     first = plain(seed, without={f"{number}: {name}" for number in range(9) for name in KINDS["random numbers"]})
-    if first is None or first[0].ending in MODES:
+    if first is None or first[0].ending in PROCESS_WIDE:
         return None
     left_out = first[0].left_out
     return lambda take: backward(build(seed, take, left_out))
