@@ -75,9 +75,9 @@ def masked(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS, **opt
     return backward(entry, dtype, lambda losses: losses[torch.tensor(rows, dtype=torch.int64)], **options)
 
 
-def sliced(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS, **options: Any) -> Backward:
+def sliced(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> Backward:
     """The same through ``pick``."""
-    return backward(entry, dtype, lambda losses: rowprop.pick(losses, torch.tensor(rows), batchnorm="exact"), **options)
+    return backward(entry, dtype, lambda losses: rowprop.pick(losses, torch.tensor(rows), batchnorm="exact"))
 
 
 def skipping(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> Backward:
