@@ -13,7 +13,7 @@ import threads
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.mark.parametrize("first", [0, 100, 200, 800])
+@pytest.mark.parametrize("first", [400, 500, 700, 900])
 def test_random_programs_have_the_gradients_of_plain_indexing(first: int):
     # Red where gathers are known again by their address alone, also under an unpack hook; where a write through a view
     # copies whole sequences over tokens.
