@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one
 
 @pytest.mark.parametrize("first", [400, 500, 700, 900])
 def test_random_programs_have_the_gradients_of_plain_indexing(first: int):
-    # Red where gathers are known again by their address alone, also under an unpack hook; where a write through a view
-    # copies whole sequences over tokens.
+    # Red: without the padding index of an embedding. Once, by programs of other numbers: where gathers were known again
+    # by their address alone, also under an unpack hook; where a write through a view copied sequences over tokens.
     assert not [fault for seed in range(first, first + 100) if (fault := programs.compare(seed))]
 
 
