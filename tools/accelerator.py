@@ -16,6 +16,7 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,14 +96,8 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls: type[OnDevice], held: Tensor) -> OnDevice:
-        self = Tensor._make_wrapper_subclass(
-            cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device=DEVICE,
-        )
+        place = {"strides": held.stride(), "storage_offset": held.storage_offset()}
+        self = Tensor._make_wrapper_subclass(cls, held.shape, **place, dtype=held.dtype, device=DEVICE)
         self.held = held
         return self
 
@@ -139,46 +134,22 @@ class Event:
         ACTIVE[-1].note("event")
 
 
-class _Module:
-    """What torch asks of the module of a device."""
-
-    Event = Event
-
-    def is_available(self) -> bool:
-        return True
-
-    is_initialized = is_available
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
-
-    def memory_allocated(self, device: Any = None) -> int:
-        return 0
-
-    max_memory_allocated = memory_allocated
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-
+MODULE = SimpleNamespace(
+    Event=Event,
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None,
+    get_rng_state=lambda device=None: torch.get_rng_state(),
+    set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+    memory_allocated=lambda device=None: 0,
+    max_memory_allocated=lambda device=None: 0,
+    reset_peak_memory_stats=lambda device=None: None,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+)
+"""What torch asks of the module of a device."""
 DEVICE = torch.device("privateuseone", 0)
 ACTIVE: list[Accelerator] = []
 LIBRARY = torch.library.Library("aten", "IMPL")
@@ -222,7 +193,7 @@ class Accelerator(Waits):
         if not Accelerator.ready and hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                backend_registration._setup_privateuseone_for_python_backend("emulated", _Module())
+                backend_registration._setup_privateuseone_for_python_backend("emulated", MODULE)
             # Below the dispatch to Python, in an index that is a list: a tensor is made, and the list copied to it.
             for name, made in (("empty.memory_format", torch.empty), ("empty_strided", torch.empty_strided)):
                 LIBRARY.impl(name, partial(_made, made), "PrivateUse1")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -97,8 +97,10 @@ bloom = {**words, "hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "hid
 routed = {**grouped, "num_experts_per_tok": 2}
 latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": HEAD,
           "num_key_value_heads": HEADS}  # fmt: skip
+falcon = {**sizes, "ffn_hidden_size": INNER}
 shared = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-every, other = (0, 1, 2), (0, 2)
+deepseek = {**routed, **latent, **shared, "moe_intermediate_size": INNER}
+both, every, other = ("kv_a_proj_with_mqa", "kv_b_proj"), (0, 1, 2), (0, 2)
 alternating = {"sliding_window": WINDOW,
                "layer_types": ("sliding_attention", "full_attention", "sliding_attention")}  # fmt: skip
 
@@ -109,14 +111,7 @@ DECODERS = [
     Decoder("GPT-NeoX", "gpt_neox", sizes, mixing=("query_key_value",)),
     Decoder("OPT", "opt", {**sizes, "ffn_dim": INNER, "word_embed_proj_dim": WIDTH}, packed=masks),
     Decoder("BLOOM", "bloom", bloom, "eager", mixing=("query_key_value",), packed=(), interface=False),
-    Decoder(
-        "Falcon",
-        "falcon",
-        {**sizes, "ffn_hidden_size": INNER},
-        mixing=("query_key_value",),
-        products=True,
-        packed=masks,
-    ),
+    Decoder("Falcon", "falcon", falcon, mixing=("query_key_value",), products=True, packed=masks),
     Decoder("Llama", "llama", grouped),
     Decoder("Llama", "llama", grouped, "eager", packed=added),
     Decoder("Mistral", "mistral", {**grouped, "sliding_window": WINDOW}, windows=every),
@@ -137,14 +132,7 @@ DECODERS = [
     Decoder("Mixtral", "mixtral", {**routed, "num_local_experts": 4}, experts="eager"),
     Decoder("Mixtral", "mixtral", {**routed, "num_local_experts": 4}, experts="grouped_mm", single="only"),
     Decoder("Qwen3-MoE", "qwen3_moe", {**routed, "num_experts": 4, "moe_intermediate_size": INNER}, experts="eager"),
-    Decoder(
-        "DeepSeek-V3",
-        "deepseek_v3",
-        {**routed, **latent, **shared, "moe_intermediate_size": INNER},
-        mixing=("kv_a_proj_with_mqa", "kv_b_proj"),
-        experts="eager",
-        single="partly",  # the router
-    ),
+    Decoder("DeepSeek-V3", "deepseek_v3", deepseek, mixing=both, experts="eager", single="partly"),  # its router
 ]
 
 
@@ -205,8 +193,11 @@ def plain(decoder: Decoder, dtype: torch.dtype, kept: Tensor, **inputs: Tensor) 
     return backward(decoder, dtype, lambda losses: losses[kept], **inputs)
 
 
-def exact(decoder: Decoder, dtype: torch.dtype, kept: Tensor, **inputs: Tensor) -> Backward:
-    return backward(decoder, dtype, lambda losses: rowprop.pick(losses, kept), **inputs)
+def exact(decoder: Decoder, dtype: torch.dtype, kept: Tensor, attention: str = "exact", **inputs: Tensor) -> Backward:
+    return backward(decoder, dtype, lambda losses: rowprop.pick(losses, kept, attention=attention), **inputs)
+
+
+cut = partial(exact, attention="cut")
 
 
 def skipping(decoder: Decoder, dtype: torch.dtype, kept: Tensor, **inputs: Tensor) -> Backward:
@@ -214,17 +205,10 @@ def skipping(decoder: Decoder, dtype: torch.dtype, kept: Tensor, **inputs: Tenso
     return backward(decoder, dtype, lambda losses: losses[kept], _skipping_zeros, **inputs)
 
 
-@contextmanager
-def _skipping_zeros(model: nn.Module) -> Iterator[None]:
-    handle = rowprop.skip_zeros(model)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def cut(decoder: Decoder, dtype: torch.dtype, kept: Tensor, **inputs: Tensor) -> Backward:
-    return backward(decoder, dtype, lambda losses: rowprop.pick(losses, kept, attention="cut"), **inputs)
+def _skipping_zeros(model: nn.Module) -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.callback(rowprop.skip_zeros(model).remove)
+    return stack
 
 
 def detached(decoder: Decoder, dtype: torch.dtype, kept: Tensor) -> Backward:

@@ -59,115 +59,42 @@ def torchvision_models() -> Any:
     return load("torchvision.models")
 
 
-def vision(name: str, size: int = 32, losses: Losses = classify, dims: int = 2, **options: Any) -> Callable[..., Any]:
+def vision(
+    name: str, build: Callable[[Any], nn.Module], size: int = 32, losses: Losses = classify, dims: int = 2
+) -> None:
     """Enter a model that a function builds from the package ``torchvision.models``."""
-
-    def enter(build: Callable[[Any], nn.Module]) -> Any:
-        batch = image(size, dims=dims)
-        TORCHVISION.append(
-            Entry("torchvision", name, lambda: alive(build(torchvision_models())), batch, losses, **options)
-        )
-        return build
-
-    return enter
+    batch = image(size, dims=dims)
+    TORCHVISION.append(Entry("torchvision", name, lambda: alive(build(torchvision_models())), batch, losses))
 
 
-@vision("ResNet")
-def resnet(models: Any) -> nn.Module:
-    return models.resnet.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=C)
-
-
-@vision("ResNeXt")
-def resnext(models: Any) -> nn.Module:
-    return models.ResNet(models.resnet.Bottleneck, [1, 1, 1, 1], num_classes=C, groups=4, width_per_group=4)
-
-
-@vision("RegNet")
 def regnet(models: Any) -> nn.Module:
     blocks = models.regnet.BlockParams.from_init_params(4, 8, 8.0, 2.0, 8, se_ratio=0.25)
     return models.RegNet(blocks, num_classes=C, stem_width=8)
 
 
-@vision("MobileNetV2")
-def mobilenet_v2(models: Any) -> nn.Module:
-    return models.MobileNetV2(C, 0.25, [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 1, 2]])
-
-
-@vision("MobileNetV3")
-def mobilenet_v3(models: Any) -> nn.Module:
-    return models.mobilenet_v3_small(width_mult=0.25, num_classes=C)
-
-
-@vision("MNASNet")
-def mnasnet(models: Any) -> nn.Module:
-    return models.MNASNet(0.25, C)
-
-
-@vision("EfficientNet")
 def efficientnet(models: Any) -> nn.Module:
     block = models.efficientnet.MBConvConfig
     blocks = [block(1, 3, 1, 8, 8, 1), block(6, 3, 2, 8, 16, 2), block(6, 5, 2, 16, 24, 2)]
     return models.EfficientNet(blocks, dropout=0.2, num_classes=C)
 
 
-@vision("EfficientNetV2")
 def efficientnet_v2(models: Any) -> nn.Module:
     fused, block = models.efficientnet.FusedMBConvConfig, models.efficientnet.MBConvConfig
     blocks = [fused(1, 3, 1, 8, 8, 1), fused(4, 3, 2, 8, 16, 2), block(4, 3, 2, 16, 24, 2)]
     return models.EfficientNet(blocks, dropout=0.2, num_classes=C, last_channel=32)
 
 
-@vision("ConvNeXt")
 def convnext(models: Any) -> nn.Module:
     block = models.convnext.CNBlockConfig
     return models.ConvNeXt([block(8, 16, 2), block(16, 24, 2), block(24, None, 1)], 0.2, 0.1, num_classes=C)
 
 
-@vision("Swin")
-def swin(models: Any) -> nn.Module:
-    return models.SwinTransformer([4, 4], 8, [2, 2], [2, 2], [2, 2], num_classes=C)
-
-
-@vision("Swin V2", 64)
 def swin_v2(models: Any) -> nn.Module:
     module = models.swin_transformer
-    return models.SwinTransformer(
-        [4, 4], 24, [2, 2], [2, 2], [4, 4], num_classes=C,
-        block=module.SwinTransformerBlockV2, downsample_layer=module.PatchMergingV2,
-    )  # fmt: skip
+    kinds = {"block": module.SwinTransformerBlockV2, "downsample_layer": module.PatchMergingV2}
+    return models.SwinTransformer([4, 4], 24, [2, 2], [2, 2], [4, 4], num_classes=C, **kinds)
 
 
-@vision("ViT", 16)
-def vit(models: Any) -> nn.Module:
-    return models.VisionTransformer(16, 4, 2, 2, 16, 32, dropout=0.1, num_classes=C)
-
-
-@vision("MaxViT")
-def maxvit(models: Any) -> nn.Module:
-    return models.MaxVit((32, 32), 8, 4, [8, 16], [1, 1], 8, 0.2, num_classes=C)
-
-
-@vision("DenseNet")
-def densenet(models: Any) -> nn.Module:
-    return models.DenseNet(4, (2, 2, 2, 2), 8, drop_rate=0.1, num_classes=C)
-
-
-@vision("DenseNet, checkpointed")
-def densenet_checkpointed(models: Any) -> nn.Module:
-    return models.DenseNet(4, (2, 2, 2, 2), 8, num_classes=C, memory_efficient=True)
-
-
-@vision("ShuffleNetV2")
-def shufflenet(models: Any) -> nn.Module:
-    return models.ShuffleNetV2([2, 2, 2], [8, 16, 24, 32, 48], num_classes=C)
-
-
-@vision("SqueezeNet", 64)
-def squeezenet(models: Any) -> nn.Module:
-    return models.SqueezeNet("1_1", num_classes=C)
-
-
-@vision("VGG with BatchNorm")
 def vgg(models: Any) -> nn.Module:
     features = models.vgg.make_layers([4, "M", 8, "M", 16, "M"], batch_norm=True)
     model = models.VGG(features, num_classes=C)
@@ -183,40 +110,17 @@ def with_auxiliary_heads(model: nn.Module, batch: Batch) -> Tensor:
     return heads[0] + 0.3 * sum(heads[1:])
 
 
-@vision("GoogLeNet", 64, with_auxiliary_heads)
-def googlenet(models: Any) -> nn.Module:
-    return models.GoogLeNet(num_classes=C, init_weights=False)
-
-
-@vision("Inception v3", 75)
-def inception(models: Any) -> nn.Module:
-    return models.Inception3(num_classes=C, init_weights=False, aux_logits=False)
-
-
-@vision("R3D", 8, dims=3)
 def video_resnet(models: Any) -> nn.Module:
-    module = models.video.resnet
-    return module.VideoResNet(
-        module.BasicBlock, [module.Conv3DSimple] * 4, [1] * 4, module.BasicStem, num_classes=C
-    )  # fmt: skip
+    r3d = models.video.resnet
+    return r3d.VideoResNet(r3d.BasicBlock, [r3d.Conv3DSimple] * 4, [1] * 4, r3d.BasicStem, num_classes=C)
 
 
-@vision("MViT v2", 8, dims=3)
 def video_mvit(models: Any) -> nn.Module:
-    block = models.video.mvit.MSBlockConfig
-    blocks = [
-        block(1, 8, 16, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 1, 1]),
-        block(2, 16, 16, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 1, 1]),
-    ]
-    return models.video.MViT(
-        (8, 8), 8, blocks, residual_pool=True, residual_with_cls_embed=False, rel_pos_embed=True, proj_after_attn=True,
-        num_classes=C, patch_embed_kernel=(3, 3, 3), patch_embed_stride=(2, 2, 2), patch_embed_padding=(1, 1, 1),
-    )  # fmt: skip
-
-
-@vision("Swin 3D", 8, dims=3)
-def video_swin(models: Any) -> nn.Module:
-    return models.video.SwinTransformer3d([2, 2, 2], 8, [2, 2], [2, 2], [2, 2, 2], num_classes=C)
+    block, three, one = models.video.mvit.MSBlockConfig, [3, 3, 3], [1, 1, 1]
+    blocks = [block(1, 8, 16, three, three, [1, 2, 2], one), block(2, 16, 16, three, three, one, one)]
+    kinds = {"residual_pool": True, "residual_with_cls_embed": False, "rel_pos_embed": True, "proj_after_attn": True}
+    first = {"patch_embed_kernel": (3, 3, 3), "patch_embed_stride": (2, 2, 2), "patch_embed_padding": (1, 1, 1)}
+    return models.video.MViT((8, 8), 8, blocks, num_classes=C, **kinds, **first)
 
 
 def each_pixel(model: nn.Module, batch: Batch) -> Tensor:
@@ -226,7 +130,6 @@ def each_pixel(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits, where, reduction="none").mean((1, 2))
 
 
-@vision("DeepLabV3", losses=each_pixel)
 def deeplab(models: Any) -> nn.Module:
     backbone = models.mobilenet_v3_small(width_mult=0.25).features[:4]
     body = models._utils.IntermediateLayerGetter(backbone, {"3": "out"})
@@ -234,7 +137,6 @@ def deeplab(models: Any) -> nn.Module:
     return models.segmentation.DeepLabV3(body, models.segmentation.deeplabv3.DeepLabHead(width, C, (2, 4)))
 
 
-@vision("LR-ASPP", losses=each_pixel)
 def lraspp(models: Any) -> nn.Module:
     backbone = models.mobilenet_v3_small(width_mult=0.25).features[:5]
     body = models._utils.IntermediateLayerGetter(backbone, {"1": "low", "4": "high"})
@@ -242,6 +144,37 @@ def lraspp(models: Any) -> nn.Module:
         out = body.eval()(torch.zeros(1, 3, 32, 32))
     return models.segmentation.LRASPP(body.train(), out["low"].shape[1], out["high"].shape[1], C, 16)
 
+
+one_each = {"num_classes": C, "layers": [1, 1, 1, 1]}
+inverted = [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 1, 2]]
+vision("ResNet", lambda models: models.ResNet(models.resnet.BasicBlock, **one_each))
+vision("ResNeXt", lambda models: models.ResNet(models.resnet.Bottleneck, groups=4, width_per_group=4, **one_each))
+vision("RegNet", regnet)
+vision("MobileNetV2", lambda models: models.MobileNetV2(C, 0.25, inverted))
+vision("MobileNetV3", lambda models: models.mobilenet_v3_small(width_mult=0.25, num_classes=C))
+vision("MNASNet", lambda models: models.MNASNet(0.25, C))
+vision("EfficientNet", efficientnet)
+vision("EfficientNetV2", efficientnet_v2)
+vision("ConvNeXt", convnext)
+vision("Swin", lambda models: models.SwinTransformer([4, 4], 8, [2, 2], [2, 2], [2, 2], num_classes=C))
+vision("Swin V2", swin_v2, 64)
+vision("ViT", lambda models: models.VisionTransformer(16, 4, 2, 2, 16, 32, dropout=0.1, num_classes=C), 16)
+vision("MaxViT", lambda models: models.MaxVit((32, 32), 8, 4, [8, 16], [1, 1], 8, 0.2, num_classes=C))
+vision("DenseNet", lambda models: models.DenseNet(4, (2, 2, 2, 2), 8, drop_rate=0.1, num_classes=C))
+saving = {"num_classes": C, "memory_efficient": True}
+vision("DenseNet, checkpointed", lambda models: models.DenseNet(4, (2, 2, 2, 2), 8, **saving))
+vision("ShuffleNetV2", lambda models: models.ShuffleNetV2([2, 2, 2], [8, 16, 24, 32, 48], num_classes=C))
+vision("SqueezeNet", lambda models: models.SqueezeNet("1_1", num_classes=C), 64)
+vision("VGG with BatchNorm", vgg)
+plain = {"num_classes": C, "init_weights": False}
+vision("GoogLeNet", lambda models: models.GoogLeNet(**plain), 64, with_auxiliary_heads)
+vision("Inception v3", lambda models: models.Inception3(**plain, aux_logits=False), 75)
+vision("R3D", video_resnet, 8, dims=3)
+vision("MViT v2", video_mvit, 8, dims=3)
+shifted = [2, 2, 2], 8, [2, 2], [2, 2], [2, 2, 2]
+vision("Swin 3D", lambda models: models.video.SwinTransformer3d(*shifted, num_classes=C), 8, dims=3)
+vision("DeepLabV3", deeplab, losses=each_pixel)
+vision("LR-ASPP", lraspp, losses=each_pixel)
 
 # --- timm ------------------------------------------------------------------------------------------------------------
 

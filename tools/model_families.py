@@ -40,9 +40,7 @@ def decoder_line(decoder: Decoder) -> str:
     """A decoder's line of the table of tokens: the worst of the masks that keep some tokens."""
     found: list[tuple[float, ...]] = []
     for kept in (MASKS[mask] for mask in SOME):
-        exact = [
-            (decoders.plain(decoder, dtype, kept), decoders.exact(decoder, dtype, kept)) for dtype in decoder.dtypes
-        ]
+        exact = [[run(decoder, dtype, kept) for run in (decoders.plain, decoders.exact)] for dtype in decoder.dtypes]
         over = exact[0][1].flops.total_flops / decoders.reachable_flops(decoder, kept)
         cut = decoders.cut(decoder, torch.float32, kept)
         share = cut.flops.total_flops / decoders.full(decoder) / keep_of(kept)

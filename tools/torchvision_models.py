@@ -61,41 +61,24 @@ def entered(name: str, build: Callable[[Any], nn.Module], sizes: tuple[int, ...]
 ROUNDING = 1e-12
 """A gradient of this share of the model's largest is rounding, as that of attention's keys' bias, and not compared."""
 CLIP = 4, 32, 32
+SMALL = """convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s mnasnet0_5 mobilenet_v2 mobilenet_v3_small
+regnet_x_400mf regnet_y_400mf resnet18 resnet50 resnext50_32x4d shufflenet_v2_x0_5 squeezenet1_1 swin_t vgg11 vgg11_bn
+wide_resnet50_2""".split()
 ENTRIES = [
+    *map(named, SMALL),
+    *(named(name, *CLIP) for name in ("mc3_18", "r2plus1d_18", "r3d_18", "swin3d_t")),
     named("alexnet", 63, 63),
-    named("convnext_tiny"),
-    named("densenet121"),
-    named("efficientnet_b0"),
-    named("efficientnet_v2_s"),
     named("googlenet", init_weights=False),
     named("inception_v3", 75, 75, init_weights=False, aux_logits=False),
-    named("maxvit_t", 224, 224),
-    named("mnasnet0_5"),
-    named("mobilenet_v2"),
-    named("mobilenet_v3_small"),
-    named("regnet_x_400mf"),
-    named("regnet_y_400mf"),
-    named("resnet18"),
-    named("resnet50"),
-    named("resnext50_32x4d"),
-    named("shufflenet_v2_x0_5"),
-    named("squeezenet1_1"),
-    named("swin_t"),
     named("swin_v2_t", 64, 64),
-    named("vgg11"),
-    named("vgg11_bn"),
     named("vit_b_32", 64, 64, image_size=64),
-    named("wide_resnet50_2"),
-    named("mc3_18", *CLIP),
-    named("r2plus1d_18", *CLIP),
-    named("r3d_18", *CLIP),
+    named("maxvit_t", 224, 224),
     named("s3d", 14, 224, 224),
-    mvit("mvit_v1_b"),
-    mvit("mvit_v2_s"),
-    named("swin3d_t", *CLIP),
-    named("deeplabv3_mobilenet_v3_large", losses=each_pixel, weights_backbone=None),
-    named("fcn_resnet50", losses=each_pixel, weights_backbone=None),
-    named("lraspp_mobilenet_v3_large", losses=each_pixel, weights_backbone=None),
+    *map(mvit, ("mvit_v1_b", "mvit_v2_s")),
+    *(
+        named(name, losses=each_pixel, weights_backbone=None)
+        for name in ("deeplabv3_mobilenet_v3_large", "fcn_resnet50", "lraspp_mobilenet_v3_large")
+    ),
 ]
 
 

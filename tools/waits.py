@@ -10,8 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,18 +59,13 @@ def subject_of_tokens(device: Accelerator) -> tuple[nn.Module, tuple[Tensor, Ten
     return model, device.put((torch.randn(N, 5, 4), torch.randint(3, (N, 5))))
 
 
-def ids_on(place: torch.device | str) -> Tensor:
-    return torch.arange(N, device=place)
-
-
 def in_step(device: Accelerator, selector: Any = None, calls: int = 2, ids: Any = DEVICE, **options: Any) -> list[Seen]:
     """The waits of each of some steps: the call, and the backward."""
     model, batch = options.pop("subject", subject)(device)
-    given = {"engine": "sliced", "nonfinite": "keep", "losses_fn": losses_fn} | options
-    counted = given.pop("counted", None)
-    selective = SelectiveBackprop(model, given.pop("losses_fn"), selector or TopK(0.5), **given)
-    rows = ids_on(ids)
-    found: list[Seen] = []
+    losses, counted = options.pop("losses_fn", losses_fn), options.pop("counted", None)
+    given = {"engine": "sliced", "nonfinite": "keep"} | options
+    selective = SelectiveBackprop(model, losses, selector or TopK(0.5), **given)
+    rows, found = torch.arange(N, device=ids), list[Seen]()
     for _ in range(calls):
         begun = device.count
         loss, _ = selective(batch, ids=rows, classes=rows % 3, counted=counted)
@@ -133,100 +127,74 @@ def scorers(device: Accelerator) -> Iterator[tuple[str, Seen]]:
             if hasattr(scorer, "model"):
                 device.put(scorer.model)
             model, batch, _ = laws.subject(case.kind)
-            made = partial(_put, model, batch)
-            history = LossHistory(N, device=DEVICE) if name == "StaleScorer" else None
-            with mock.patch(
-                "torch.autocast", lambda *_: nullcontext()
-            ):  # which torch has for kinds of devices that it knows
-                options = {"engine": "recompute", "scorer": scorer, "history": history, "subject": made}
-                yield name, in_step(device, **options)[-1]
-
-
-def _put(model: nn.Module, batch: Any, device: Accelerator) -> Any:
-    return device.put(model), device.put(batch)
+            options = {"history": LossHistory(N, device=DEVICE)} if name == "StaleScorer" else {}
+            options |= {"scorer": scorer, "subject": lambda device: (device.put(model), device.put(batch))}
+            with mock.patch("torch.autocast", lambda *_: nullcontext()):  # torch has it for the devices that it knows
+                yield name, in_step(device, engine="recompute", **options)[-1]
 
 
 def parts(device: Accelerator) -> Iterator[tuple[str, Seen]]:
     """Each other part of a step, and the waits of a step with it; ``sliced``, ``TopK`` and ``keep`` otherwise."""
-    yield from (
-        ("`accumulate_to`", in_step(device, accumulate_to=10)[-1]),
-        ("`schedule`, rows are selected", in_step(device, schedule=Schedule(0.0, 1.0), total_steps=9)[-1]),
-        ("`schedule`, the whole batch is trained", in_step(device, schedule=Schedule(0.9, 1.0), total_steps=9)[-1]),
-        ("`min_rows`, where fewer are kept", in_step(device, TopK(0.1), min_rows=6)[-1]),
-        ("`timing=True`", in_step(device, timing=True)[-1]),
-        ("`print(record)`, `record.to_dict()`", in_call(device, partial(_said, device))),
-        (
-            "`recompute`, each list, array or CPU tensor in the batch",
-            in_step(device, engine="recompute", **_with_texts())[-1],
-        ),
-        (
-            "`PerClass`, three classes, `ids` and `classes` on the CPU",
-            in_step(device, PerClass(TopK(0.5)), ids="cpu")[-1],
-        ),
-    )
     of_tokens = {"unit": "token", "subject": subject_of_tokens, "losses_fn": token_losses}
-    for label, place in (("the CPU", "cpu"), ("the device", DEVICE)):
-        counted = torch.arange(5 * N, device=place).view(N, 5) % 4 > 0
-        seen = in_step(device, ids=place, counted=counted, **of_tokens)[-1]
-        yield f'`unit="token"`, `counted` and `ids` on {label}', seen
-    for label, history, ids in (
-        ("`LossHistory(M, device=...)`", LossHistory(N, device=DEVICE), DEVICE),
-        ("`LossHistory(M, device=...)`, `ids` on the CPU", LossHistory(N, device=DEVICE), "cpu"),
-        ("`LossHistory(M)`, on the CPU", LossHistory(N), DEVICE),
-        ("`LossHistory()`, a table", LossHistory(), DEVICE),
-    ):
-        yield label, in_step(device, history=history, ids=ids)[-1]
-    history = LossHistory(N, device=DEVICE)
-    sampler = PruningSampler(history, num_rows=N, epochs=3)
+    counted, reducible = torch.arange(5 * N).view(N, 5) % 4 > 0, ReducibleLoss(TopK(0.5), torch.zeros(N))
+    begun, late = ({"schedule": Schedule(start, 1.0), "total_steps": 9} for start in (0.0, 0.9))
+    sampler = PruningSampler(LossHistory(N, device=DEVICE), num_rows=N, epochs=3)
     next(iter(sampler))
-    for label, place in (("CPU", "cpu"), ("device", DEVICE)):
-        yield f"`PruningSampler`, in a step, `ids` on the {label}", in_step(device, history=sampler, ids=place)[-1]
+    steps: dict[str, dict[str, Any]] = {
+        "`accumulate_to`": {"accumulate_to": 10},
+        "`schedule`, rows are selected": begun,
+        "`schedule`, the whole batch is trained": late,
+        "`min_rows`, where fewer are kept": {"selector": TopK(0.1), "min_rows": 6},
+        "`timing=True`": {"timing": True},
+        "`recompute`, each list, array or CPU tensor in the batch": {"engine": "recompute", "subject": with_texts},
+        "`PerClass`, three classes, `ids` and `classes` on the CPU": {"selector": PerClass(TopK(0.5)), "ids": "cpu"},
+        '`unit="token"`, `counted` and `ids` on the CPU': {**of_tokens, "counted": counted, "ids": "cpu"},
+        '`unit="token"`, `counted` and `ids` on the device': {**of_tokens, "counted": device.put(counted)},
+        "`LossHistory(M, device=...)`": {"history": LossHistory(N, device=DEVICE)},
+        "`LossHistory(M, device=...)`, `ids` on the CPU": {"history": LossHistory(N, device=DEVICE), "ids": "cpu"},
+        "`LossHistory(M)`, on the CPU": {"history": LossHistory(N)},
+        "`LossHistory()`, a table": {"history": LossHistory()},
+        "`PruningSampler`, in a step, `ids` on the CPU": {"history": sampler, "ids": "cpu"},
+        "`PruningSampler`, in a step, `ids` on the device": {"history": sampler},
+        "`ReducibleLoss`, its losses and `ids` on the CPU": {"selector": reducible, "ids": "cpu"},
+    }
+    yield from ((label, in_step(device, **options)[-1]) for label, options in steps.items())
     yield "`PruningSampler`, once in an epoch", in_call(device, lambda: list(sampler))
-    table = torch.zeros(N)
-    yield (
-        "`ReducibleLoss`, its losses and `ids` on the CPU",
-        in_step(device, ReducibleLoss(TopK(0.5), table), ids="cpu")[-1],
-    )
+    yield "`print(record)`, `record.to_dict()`", in_call(device, lambda: printed(device))
     with two_ranks():
         yield "`ranks=Local()`", in_step(device, ranks=Local())[-1]
         yield '`ranks=Local()`, `nonfinite="error"`', in_step(device, ranks=Local(), nonfinite="error")[-1]
         yield "`ranks=Global()`", in_step(device, ranks=Global())[-1]
         kept = device.put(torch.ones(3))
         yield "`rowprop.distributed.mean`", in_call(device, lambda: rowprop.distributed.mean(kept))
-    rows = device.put(torch.tensor([1, 4, 7]))
+    rows, more = (device.put(torch.tensor(rows)) for rows in ([1, 4, 7], [4, 7]))
     mask = torch.zeros(N, dtype=torch.bool, device=DEVICE).index_fill(0, rows, True)
     weights = torch.full((3,), 1 / 3, device=DEVICE)
-    yield "`pick`, indices", _in_pick(device, lambda: rows)
-    yield "`pick`, a mask", _in_pick(device, lambda: mask)
-    yield "two picks in one backward, which need the union of their rows", in_call(device, partial(_two_picks, device))
-    yield "`Selection(...)` of your own, not on CUDA", _in_pick(device, lambda: Selection(rows, weights, N))
+    for label, picks in {
+        "`pick`, indices": lambda: [rows],
+        "`pick`, a mask": lambda: [mask],
+        "two picks in one backward, which need the union of their rows": lambda: [rows, more],
+        "`Selection(...)` of your own, not on CUDA": lambda: [Selection(rows, weights, N)],
+    }.items():
+        yield label, in_call(device, lambda: backward_of(device, picks()))
 
 
-def _said(device: Accelerator) -> None:
+def printed(device: Accelerator) -> None:
     model, batch = subject(device)
     str(SelectiveBackprop(model, losses_fn, TopK(0.5), engine="sliced", nonfinite="keep")(batch)[1])
 
 
-def _with_texts() -> dict[str, Any]:
-    def made(device: Accelerator) -> Any:
-        model, (x, y) = subject(device)
-        return model, (x, y, list("abcdefghijkl"))
-
-    return {"subject": made}
+def with_texts(device: Accelerator) -> Any:
+    model, batch = subject(device)
+    return model, (*batch, list("abcdefghijkl"))
 
 
-def _two_picks(device: Accelerator) -> None:
+def backward_of(device: Accelerator, picks: list[Any]) -> None:
+    """The backward of losses of which each of these picks takes some."""
     model, (x, y) = subject(device)
     logits = model(x)
     losses = F.cross_entropy(logits, y, reduction="none"), logits.square().mean(1)
-    (first, second) = (device.put(torch.tensor(rows)) for rows in ([1, 4], [4, 7]))
-    (rowprop.pick(losses[0], first).mean() + rowprop.pick(losses[1], second).mean()).backward()
-
-
-def _in_pick(device: Accelerator, rows: Callable[[], Any]) -> Seen:
-    """The waits of a pick and its backward."""
-    model, batch = subject(device)
-    return in_call(device, lambda: rowprop.pick(losses_fn(model, batch), rows()).mean().backward())
+    sum(rowprop.pick(each, rows).mean() for each, rows in zip(losses, picks, strict=False)).backward()
 
 
 def kinds(device: Accelerator) -> dict[str, Seen]:
@@ -278,14 +246,9 @@ def models(device: Accelerator) -> Iterator[tuple[str, dict[str, Any]]]:
             rows = device.put(torch.tensor(zoo.ROWS))
             rowprop.pick(losses, rows, batchnorm="exact").mean().backward()
         grads = {name: getattr(p.grad, "held", None) for name, p in model.named_parameters()}
-        yield (
-            entry.name,
-            {
-                "error": max(zoo.errors(truth, zoo.Backward(grads, plain.flops, report)).values()),
-                "waits": device.seen[begun:],
-                "more": sorted(set(report.densified) - set(plain.report.densified)),
-            },
-        )
+        error = max(zoo.errors(truth, zoo.Backward(grads, plain.flops, report)).values())
+        more = sorted(set(report.densified) - set(plain.report.densified))
+        yield entry.name, {"error": error, "waits": device.seen[begun:], "more": more}
 
 
 @contextmanager
@@ -299,7 +262,8 @@ def two_ranks() -> Iterator[None]:
     answers = {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "get_global_rank": 0}
     answers |= {"broadcast": None, "all_reduce": None}
     faked = {name: mock.Mock(return_value=answer) for name, answer in answers.items()}
-    with mock.patch.multiple(dist, all_gather=all_gather, group=mock.Mock(WORLD="both"), **faked), _any_group():
+    faked |= {"all_gather": all_gather, "group": mock.Mock(WORLD="both")}
+    with mock.patch.multiple(dist, **faked), mock.patch("rowprop.distributed.check_group"):
         yield
 
 
@@ -331,10 +295,6 @@ def thinned(device: Accelerator, steps: int = 6, **settings: float) -> tuple[lis
     return found, handle.record.keep, handle._control.measured
 
 
-def _any_group() -> AbstractContextManager[Any]:
-    return mock.patch("rowprop.distributed.check_group")
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -360,11 +320,8 @@ def tables(found: dict[str, Any]) -> str:
     for name, _, _, seen in found["selectors"]:
         first.setdefault(f"`{name}`", seen)
     scorers = {f"`{name}`": seen for name, seen in found["scorers"].items()}
-    for head, rows in (
-        ("selector", _alike(first)),
-        ("scorer, with `recompute`", _alike(scorers)),
-        ("part", found["parts"]),
-    ):
+    parts = {"selector": _alike(first), "scorer, with `recompute`": _alike(scorers), "part": found["parts"]}
+    for head, rows in parts.items():
         lines += ["", f"| {head} | waits | in |", "|---|---|---|"]
         lines += [f"| {name} | {counted(seen)} | {places(seen)} |" for name, seen in rows.items()]
     return "\n".join(lines) + "\n"

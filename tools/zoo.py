@@ -18,6 +18,7 @@ from rowprop.cost.flops import Flops, count_flops
 N = 8
 ROWS = (2, 5)
 KEEP = len(ROWS) / N
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 T, V, D, H, C = 6, 11, 8, 2, 4  # steps, vocabulary, width, heads, classes
 
 Batch = tuple[Tensor, ...]
@@ -69,9 +70,9 @@ def backward(
     return Backward({name: p.grad for name, p in model.named_parameters()}, flops, report)
 
 
-def masked(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> Backward:
+def masked(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS, **options: Any) -> Backward:
     """The oracle: plain indexing."""
-    return backward(entry, dtype, lambda losses: losses[torch.tensor(rows, dtype=torch.int64)])
+    return backward(entry, dtype, lambda losses: losses[torch.tensor(rows, dtype=torch.int64)], **options)
 
 
 def sliced(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> Backward:
@@ -86,7 +87,7 @@ def skipping(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> 
         rowprop.skip_zeros(model)
         rowprop.skip_zeros(getattr(model, "model", model))  # CLIP's losses call the model that is inside
 
-    return backward(entry, dtype, lambda losses: losses[torch.tensor(rows, dtype=torch.int64)], hook)
+    return masked(entry, dtype, rows, prepare=hook)
 
 
 def errors(expected: Backward, actual: Backward) -> dict[str, float]:
@@ -106,6 +107,12 @@ def errors(expected: Backward, actual: Backward) -> dict[str, float]:
     return found
 
 
+def assert_same(expected: Backward, actual: Backward, tolerance: float = TOLERANCE[torch.float32]) -> None:
+    """No gradient is off by more than the tolerance."""
+    off = {name: error for name, error in errors(expected, actual).items() if not error <= tolerance}
+    assert not off, off
+
+
 ENTRIES: list[Entry] = []
 
 
@@ -117,14 +124,24 @@ def classify(model: nn.Module, batch: Batch) -> Tensor:
     return losses.view(len(target), -1).mean(1)
 
 
-def add(kind: str, batch: Callable[[], Batch], losses: Losses = classify, **options: Any) -> Callable[[Any], Any]:
-    """Enter a model under the name of what builds it."""
+def by_element(loss: Callable[..., Tensor]) -> Losses:
+    """The mean of a loss over the elements of each row's target, which may be its input."""
+    return lambda model, batch: loss(model(batch[0]), batch[-1], reduction="none").flatten(1).mean(1)
 
-    def enter(build: Any) -> Any:
-        ENTRIES.append(Entry(kind, build.__name__, build, batch, losses, **options))
-        return build
 
-    return enter
+def add(
+    kind: str,
+    batch: Callable[[], Batch],
+    *builds: Callable[[], nn.Module],
+    losses: Losses = classify,
+    densifies: tuple[str, ...] = (),
+    uncounted: tuple[str, ...] = (),
+    share: float = 1.0,
+    **named: Callable[[], nn.Module],
+) -> None:
+    """Enter models of one kind, batch and loss; each has the name of what builds it, or the one it is given."""
+    for name, build in ({build.__name__: build for build in builds} | named).items():
+        ENTRIES.append(Entry(kind, name, build, batch, losses, densifies, uncounted, share))
 
 
 def image(size: int = 8, channels: int = 3, dims: int = 2) -> Callable[[], Batch]:
@@ -135,25 +152,27 @@ def vectors(*shape: int) -> Callable[[], Batch]:
     return lambda: (torch.randn(N, *shape), torch.randint(C, (N,)))
 
 
-def text(steps: int = T) -> Callable[[], Batch]:
+def text(least: int = 0) -> Callable[[], Batch]:
     """Tokens and the class of the whole."""
-    return lambda: (torch.randint(V, (N, steps)), torch.randint(C, (N,)))
+    return lambda: (torch.randint(least, V, (N, T)), torch.randint(C, (N,)))
 
 
-def language(steps: int = T) -> Callable[[], Batch]:
-    """Tokens and the next token at each."""
-    return lambda: (torch.randint(V, (N, steps)), torch.randint(V, (N, steps)))
+def language(*steps: int) -> Callable[[], Batch]:
+    """Tokens and the next token at each; of several lengths, the last is that of the tokens to write."""
+    return lambda: tuple(torch.randint(V, (N, size)) for size in [*(steps or (T,)), (steps or (T,))[-1]])
 
 
-class Apply(nn.Module):
-    """A function as a module, to stand in an ``nn.Sequential``."""
+class Net(nn.Module):
+    """A module of these parts; its forward is a function of the module and its inputs."""
 
-    def __init__(self, f: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        self.f = f
+        self.run = forward
+        for name, part in parts.items():
+            self.register_buffer(name, part) if type(part) is Tensor else setattr(self, name, part)
 
     def forward(self, *inputs: Tensor) -> Any:
-        return self.f(*inputs)
+        return self.run(self, *inputs)
 
 
 class Residual(nn.Sequential):
@@ -161,12 +180,16 @@ class Residual(nn.Sequential):
         return x + super().forward(x)
 
 
+def as_modules(parts: tuple[Any, ...]) -> list[nn.Module]:
+    return [p if isinstance(p, nn.Module) else Net(lambda _, *inputs, f=p: f(*inputs)) for p in parts]
+
+
 def seq(*parts: Any) -> nn.Sequential:
-    return nn.Sequential(*[p if isinstance(p, nn.Module) else Apply(p) for p in parts])
+    return nn.Sequential(*as_modules(parts))
 
 
 def res(*parts: Any) -> Residual:
-    return Residual(*[p if isinstance(p, nn.Module) else Apply(p) for p in parts])
+    return Residual(*as_modules(parts))
 
 
 def frozen(model: nn.Module) -> nn.Module:
@@ -181,72 +204,29 @@ def frozen(model: nn.Module) -> nn.Module:
 
 # --- nets of matrices ------------------------------------------------------------------------------------------------
 
-
-@add("MLP", vectors(10))
-def mlp():
-    return seq(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, C))
+ACTIVATIONS = """SiLU ELU LeakyReLU Softplus Mish Hardswish SELU CELU Hardsigmoid Sigmoid Tanh PReLU Softsign LogSigmoid
+Tanhshrink""".split()
 
 
-@add("MLP", vectors(10))
-def mlp_every_activation():
-    activations = [nn.SiLU(), nn.ELU(), nn.LeakyReLU(), nn.Softplus(), nn.Mish(), nn.Hardswish(), nn.SELU(), nn.CELU()]
-    activations += [
-        nn.Hardsigmoid(),
-        nn.Sigmoid(),
-        nn.Tanh(),
-        nn.PReLU(),
-        nn.Softsign(),
-        nn.LogSigmoid(),
-        nn.Tanhshrink(),
-    ]
-    layers = [layer for a in activations for layer in (nn.Linear(D, D), a)]
+def mlp_every_activation() -> nn.Module:
+    layers = [layer for name in ACTIVATIONS for layer in (nn.Linear(D, D), getattr(nn, name)())]
     return seq(nn.Linear(10, D), *layers, nn.Linear(D, C))
 
 
-class Highway(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.value, self.gate = nn.Linear(D, D), nn.Linear(D, D)
+def highway() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        gate = net.gate(x).sigmoid()
+        return gate * net.value(x).relu() + (1 - gate) * x
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x).sigmoid()
-        return gate * self.value(x).relu() + (1 - gate) * x
+    return seq(*[Net(forward, value=nn.Linear(D, D), gate=nn.Linear(D, D)) for _ in range(2)], nn.Linear(D, C))
 
 
-@add("MLP", vectors(D))
-def highway():
-    return seq(Highway(), Highway(), nn.Linear(D, C))
+def swiglu(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return F.silu(a) * b
 
 
-@add("MLP", vectors(D))
-def gated_linear_units():
-    def swiglu(x: Tensor) -> Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return F.silu(a) * b
-
-    return seq(nn.Linear(D, 2 * D), nn.GLU(), nn.Linear(D, 2 * D), swiglu, nn.Linear(D, C))
-
-
-@add("MLP", vectors(D))
-def weight_normed():
-    return seq(nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, C))
-
-
-@add("MLP", vectors(D))
-def bilinear():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.join = nn.Linear(D, 3), nn.Linear(D, 5), nn.Bilinear(3, 5, C)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.join(self.a(x), self.b(x))
-
-    return Net()
-
-
-@add("MLP", vectors(D))
-def kolmogorov_arnold():
+def kolmogorov_arnold() -> nn.Module:
     """Each edge a spline: here, Gaussian bumps."""
     centres = torch.linspace(-2, 2, 5)
 
@@ -256,8 +236,7 @@ def kolmogorov_arnold():
     return seq(bumps, nn.Linear(5 * D, D), bumps, nn.Linear(5 * D, C))
 
 
-@add("MLP", vectors(3))
-def radiance_field():
+def radiance_field() -> nn.Module:
     def positions(x: Tensor) -> Tensor:
         waves = x.unsqueeze(-1) * 2.0 ** torch.arange(4).to(x)
         return torch.cat([waves.sin(), waves.cos()], -1).flatten(1)
@@ -265,251 +244,43 @@ def radiance_field():
     return seq(positions, nn.Linear(24, D), nn.ReLU(), nn.Linear(D, D), lambda x: torch.sin(30 * x), nn.Linear(D, C))
 
 
-def each_class(model: nn.Module, batch: Batch) -> Tensor:
-    x, target = batch
-    return F.binary_cross_entropy_with_logits(model(x), target, reduction="none").mean(1)
+def neural_ode() -> nn.Module:
+    """Euler steps with shared weights."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + 0.3 * net.f(x)
+        return net.head(x)
+
+    return Net(forward, f=seq(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), head=nn.Linear(D, C))
 
 
-@add("MLP", lambda: (torch.randn(N, 10), torch.rand(N, C).round()), each_class)
-def multi_label():
+def bilinear() -> nn.Module:
+    parts = {"a": nn.Linear(D, 3), "b": nn.Linear(D, 5), "join": nn.Bilinear(3, 5, C)}
+    return Net(lambda net, x: net.join(net.a(x), net.b(x)), **parts)
+
+
+def gated_linear_units() -> nn.Module:
+    return seq(nn.Linear(D, 2 * D), nn.GLU(), nn.Linear(D, 2 * D), swiglu, nn.Linear(D, C))
+
+
+def weight_normed() -> nn.Module:
+    return seq(nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, C))
+
+
+def mlp() -> nn.Module:
+    return seq(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, C))
+
+
+def multi_label() -> nn.Module:
     return seq(nn.Linear(10, D), nn.ReLU(), nn.Linear(D, C))
 
 
-@add("MLP", vectors(D))
-def neural_ode():
-    """Euler steps with shared weights."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.f, self.head = seq(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), nn.Linear(D, C)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(3):
-                x = x + 0.3 * self.f(x)
-            return self.head(x)
-
-    return Net()
-
-
-# --- images ----------------------------------------------------------------------------------------------------------
-
-
-def conv(a: int, b: int, norm: nn.Module, **options: Any) -> nn.Sequential:
-    return seq(nn.Conv2d(a, b, 3, padding=1, bias=False, **options), norm, nn.ReLU())
-
-
-def small_cnn(norm: Callable[[int], nn.Module]) -> nn.Module:
-    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(D, C))
-    return seq(conv(3, D, norm(D)), nn.MaxPool2d(2), conv(D, D, norm(D)), *head)
-
-
-@add("CNN", image())
-def cnn_batchnorm_frozen():
-    return frozen(small_cnn(nn.BatchNorm2d))
-
-
-@add("CNN", image(), densifies=("native_batch_norm_backward",))
-def cnn_batchnorm_training():
-    return small_cnn(nn.BatchNorm2d)
-
-
-@add("CNN", image())
-def cnn_groupnorm():
-    return small_cnn(lambda width: nn.GroupNorm(2, width))
-
-
-@add("CNN", image())
-def cnn_instancenorm():
-    return small_cnn(lambda width: nn.InstanceNorm2d(width, affine=True))
-
-
-@add("CNN", image())
-def cnn_channels_last():
-    return seq(lambda x: x.contiguous(memory_format=torch.channels_last), small_cnn(lambda w: nn.GroupNorm(2, w)))
-
-
-@add("CNN", image())
-def resnet():
-    def block(a: int, b: int, stride: int) -> nn.Module:
-        class Block(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.body = seq(
-                    nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True),
-                    nn.Conv2d(b, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b),
-                )  # fmt: skip
-                self.skip = seq(nn.Conv2d(a, b, 1, stride, bias=False), nn.BatchNorm2d(b)) if a != b else nn.Identity()
-
-            def forward(self, x: Tensor) -> Tensor:
-                return F.relu_(self.body(x).add_(self.skip(x)))
-
-        return Block()
-
-    stem = (nn.Conv2d(3, D, 3, padding=1), nn.BatchNorm2d(D), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
-    return frozen(seq(*stem, block(D, D, 1), block(D, 12, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(12, C)))
-
-
-@add("CNN", image())
-def resnet_channels_last():
-    return seq(lambda x: x.contiguous(memory_format=torch.channels_last), resnet())
-
-
-class SqueezeExcite(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate = seq(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, 4, 1), nn.ReLU(), nn.Conv2d(4, width, 1), nn.Hardsigmoid()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gate(x)
-
-
-@add("CNN", image())
-def mobilenet():
-    """Depthwise-separable, ReLU6, squeeze-excite."""
-    depthwise = (nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16), nn.ReLU6())
-    block = res(nn.Conv2d(D, 16, 1), nn.ReLU6(), *depthwise, SqueezeExcite(16), nn.Conv2d(16, D, 1), nn.BatchNorm2d(D))
-    return frozen(seq(nn.Conv2d(3, D, 3, 2, 1), nn.Hardtanh(0, 6), block, lambda x: x.mean((2, 3)), nn.Linear(D, C)))
-
-
-@add("CNN", image())
-def convnext():
-    def last(x: Tensor) -> Tensor:
-        return x.permute(0, 2, 3, 1)
-
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gamma = nn.Parameter(torch.full((D,), 0.1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.gamma * x).permute(0, 3, 1, 2)
-
-    depthwise = nn.Conv2d(D, D, 7, padding=3, groups=D)
-    block = res(depthwise, last, nn.LayerNorm(D), nn.Linear(D, 16), nn.GELU(), nn.Linear(16, D), Scale())
-    return seq(nn.Conv2d(3, D, 2, 2), block, lambda x: x.mean((-2, -1)), nn.LayerNorm(D), nn.Linear(D, C))
-
-
-def each_pixel(model: nn.Module, batch: Batch) -> Tensor:
-    x, target = batch
-    return F.nll_loss(model(x).log_softmax(1), target, reduction="none").mean((1, 2))
-
-
-def segmentation() -> Batch:
-    return torch.randn(N, 3, 8, 8), torch.randint(C, (N, 8, 8))
-
-
-@add("CNN", segmentation, each_pixel)
-def unet():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down1, self.down2 = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, D, 3, 2, 1)
-            self.middle = seq(nn.GroupNorm(2, D), nn.Conv2d(D, D, 3, 2, 1), nn.ReLU())
-            self.up2 = nn.ConvTranspose2d(D, D, 2, 2)
-            self.up1 = seq(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(2 * D, 4, 3, padding=1))
-            self.head = nn.Conv2d(8, C, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            a = self.down1(x).relu()
-            b = self.down2(a).relu()
-            u = torch.cat([self.up2(self.middle(b)), b], 1)
-            return self.head(torch.cat([self.up1(u), a], 1))
-
-    return Net()
-
-
-@add("CNN", segmentation, each_pixel)
-def dilated_segmentation():
-    """Nearest upsampling, dilation, reflection padding, average pooling."""
-    up = nn.Upsample(scale_factor=2, mode="nearest")
-    dilated = nn.Conv2d(D, D, 3, padding=2, dilation=2, padding_mode="reflect")
-    return seq(nn.Conv2d(3, D, 3, padding=1), nn.AvgPool2d(2), dilated, nn.LeakyReLU(), up, nn.Conv2d(D, C, 1))
-
-
-@add("CNN", image())
-def pixel_shuffle():
-    return seq(
-        nn.Conv2d(3, 16, 3, padding=1), nn.PixelShuffle(2), nn.ZeroPad2d(1), nn.Conv2d(4, D, 3, 2), nn.Softplus(),
-        nn.MaxPool2d(4), nn.Flatten(), nn.Linear(D * 4, C),
-    )  # fmt: skip
-
-
-@add("CNN", image())
-def densenet():
-    class Dense(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.conv = seq(nn.GroupNorm(1, width), nn.ReLU(), nn.Conv2d(width, 4, 3, padding=1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([x, self.conv(x)], 1)
-
-    return seq(Dense(3), Dense(7), Dense(11), lambda x: x.amax((2, 3)), nn.Linear(15, C))
-
-
-@add("CNN", image(6, 2, 3))
-def cnn_3d():
-    return seq(
-        nn.Conv3d(2, D, 3, padding=1), nn.GroupNorm(2, D), nn.ReLU(), nn.MaxPool3d(2), nn.Conv3d(D, D, 2),
-        nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(D, C),
-    )  # fmt: skip
-
-
-@add("CNN", image(12, 3, 1))
-def temporal_convolutions():
-    """Causal, dilated, grouped, 1d."""
-
-    def causal(dilation: int) -> nn.Module:
-        pad = nn.ConstantPad1d((2 * dilation, 0), 0.0)
-        return res(pad, nn.Conv1d(D, D, 3, dilation=dilation, groups=2), nn.ReLU(), nn.Dropout(0.1))
-
-    return seq(nn.Conv1d(3, D, 1), causal(1), causal(2), nn.AvgPool1d(2), lambda x: x[..., -1], nn.Linear(D, C))
-
-
-class Gated(nn.Module):
-    def __init__(self, dilation: int) -> None:
-        super().__init__()
-        self.conv, self.out = nn.Conv1d(D, 2 * D, 2, dilation=dilation), nn.Conv1d(D, 2 * D, 1)
-        self.dilation = dilation
-
-    def forward(self, x: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        value, gate = self.conv(F.pad(x, (self.dilation, 0))).split(D, dim=1)
-        residual, more = self.out(value.tanh() * gate.sigmoid()).chunk(2, dim=1)
-        return x + residual, skip + more
-
-
-@add("CNN", language())
-def wavenet():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(V, D), nn.Conv1d(D, V, 1)
-            self.layers = nn.ModuleList([Gated(1), Gated(2)])
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens).transpose(1, 2)
-            skip = torch.zeros_like(x)
-            for layer in self.layers:
-                x, skip = layer(x, skip)
-            return self.head(skip.relu()).transpose(1, 2)
-
-    return Net()
-
-
-def reconstruction(model: nn.Module, batch: Batch) -> Tensor:
-    (x,) = batch
-    return F.mse_loss(model(x), x, reduction="none").mean((1, 2, 3))
-
-
-@add("CNN", lambda: (torch.randn(N, 3, 8, 8),), reconstruction)
-def autoencoder():
-    return seq(
-        nn.Conv2d(3, D, 3, 2, 1), nn.ReLU(), nn.Conv2d(D, 4, 3, 2, 1), nn.ReLU(),
-        nn.ConvTranspose2d(4, D, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(D, 3, 3, 2, 1, output_padding=1),
-    )  # fmt: skip
+several = {"losses": by_element(F.binary_cross_entropy_with_logits)}
+add("MLP", vectors(10), mlp, mlp_every_activation)
+add("MLP", vectors(D), highway, bilinear, kolmogorov_arnold, neural_ode, gated_linear_units, weight_normed)
+add("MLP", vectors(3), radiance_field)
+add("MLP", lambda: (torch.randn(N, 10), torch.rand(N, C).round()), multi_label, **several)
 
 
 def evidence(model: nn.Module, batch: Batch) -> Tensor:
@@ -519,30 +290,172 @@ def evidence(model: nn.Module, batch: Batch) -> Tensor:
     return F.binary_cross_entropy(out, x, reduction="none").sum(1) + divergence
 
 
-@add("MLP", lambda: (torch.rand(N, 10),), evidence)
-def variational_autoencoder():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encode = seq(nn.Linear(10, D), nn.ReLU(), nn.Linear(D, 6))
-            self.decode = seq(nn.Linear(3, D), nn.ReLU(), nn.Linear(D, 10), nn.Sigmoid())
+def variational_autoencoder() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_var = net.encode(x).chunk(2, 1)
+        return net.decode(mean + torch.randn_like(mean) * (0.5 * log_var).exp()), mean, log_var
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            mean, log_var = self.encode(x).chunk(2, 1)
-            return self.decode(mean + torch.randn_like(mean) * (0.5 * log_var).exp()), mean, log_var
+    encode = seq(nn.Linear(10, D), nn.ReLU(), nn.Linear(D, 6))
+    return Net(forward, encode=encode, decode=seq(nn.Linear(3, D), nn.ReLU(), nn.Linear(D, 10), nn.Sigmoid()))
 
-    return Net()
+
+add("MLP", lambda: (torch.rand(N, 10),), variational_autoencoder, losses=evidence)
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+def conv(a: int, b: int, norm: nn.Module) -> nn.Sequential:
+    return seq(nn.Conv2d(a, b, 3, padding=1, bias=False), norm, nn.ReLU())
+
+
+def small_cnn(norm: Callable[[int], nn.Module]) -> nn.Module:
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(D, C))
+    return seq(conv(3, D, norm(D)), nn.MaxPool2d(2), conv(D, D, norm(D)), *head)
+
+
+def groups(width: int) -> nn.Module:
+    return nn.GroupNorm(2, width)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def resnet() -> nn.Module:
+    def block(a: int, b: int, stride: int) -> nn.Module:
+        first = nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True)
+        body = seq(*first, nn.Conv2d(b, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b))
+        skip = seq(nn.Conv2d(a, b, 1, stride, bias=False), nn.BatchNorm2d(b)) if a != b else nn.Identity()
+        return Net(lambda net, x: F.relu_(net.body(x).add_(net.skip(x))), body=body, skip=skip)
+
+    stem = (nn.Conv2d(3, D, 3, padding=1), nn.BatchNorm2d(D), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    return frozen(seq(*stem, block(D, D, 1), block(D, 12, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(12, C)))
+
+
+def mobilenet() -> nn.Module:
+    """Depthwise-separable, ReLU6, squeeze-excite."""
+    gate = nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 4, 1), nn.ReLU(), nn.Conv2d(4, 16, 1), nn.Hardsigmoid()
+    squeeze_excite = Net(lambda net, x: x * net.gate(x), gate=seq(*gate))
+    depthwise = (nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16), nn.ReLU6())
+    block = res(nn.Conv2d(D, 16, 1), nn.ReLU6(), *depthwise, squeeze_excite, nn.Conv2d(16, D, 1), nn.BatchNorm2d(D))
+    return frozen(seq(nn.Conv2d(3, D, 3, 2, 1), nn.Hardtanh(0, 6), block, lambda x: x.mean((2, 3)), nn.Linear(D, C)))
+
+
+def convnext() -> nn.Module:
+    def last(x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+    scale = Net(lambda net, x: (net.gamma * x).permute(0, 3, 1, 2), gamma=nn.Parameter(torch.full((D,), 0.1)))
+    depthwise = nn.Conv2d(D, D, 7, padding=3, groups=D)
+    block = res(depthwise, last, nn.LayerNorm(D), nn.Linear(D, 16), nn.GELU(), nn.Linear(16, D), scale)
+    return seq(nn.Conv2d(3, D, 2, 2), block, lambda x: x.mean((-2, -1)), nn.LayerNorm(D), nn.Linear(D, C))
+
+
+def pixel_shuffle() -> nn.Module:
+    first = nn.Conv2d(3, 16, 3, padding=1), nn.PixelShuffle(2), nn.ZeroPad2d(1), nn.Conv2d(4, D, 3, 2), nn.Softplus()
+    return seq(*first, nn.MaxPool2d(4), nn.Flatten(), nn.Linear(D * 4, C))
+
+
+def densenet() -> nn.Module:
+    def dense(width: int) -> nn.Module:
+        layers = seq(nn.GroupNorm(1, width), nn.ReLU(), nn.Conv2d(width, 4, 3, padding=1))
+        return Net(lambda net, x: torch.cat([x, net.layers(x)], 1), layers=layers)
+
+    return seq(dense(3), dense(7), dense(11), lambda x: x.amax((2, 3)), nn.Linear(15, C))
+
+
+cnns = {
+    "cnn_batchnorm_frozen": lambda: frozen(small_cnn(nn.BatchNorm2d)),
+    "cnn_groupnorm": lambda: small_cnn(groups),
+    "cnn_instancenorm": lambda: small_cnn(lambda width: nn.InstanceNorm2d(width, affine=True)),
+    "cnn_channels_last": lambda: seq(channels_last, small_cnn(groups)),
+    "resnet_channels_last": lambda: seq(channels_last, resnet()),
+}
+training = {"cnn_batchnorm_training": lambda: small_cnn(nn.BatchNorm2d)}
+add("CNN", image(), resnet, mobilenet, convnext, pixel_shuffle, densenet, **cnns)
+add("CNN", image(), densifies=("native_batch_norm_backward",), **training)
+
+
+def unet() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        a = net.down1(x).relu()
+        b = net.down2(a).relu()
+        u = torch.cat([net.up2(net.middle(b)), b], 1)
+        return net.head(torch.cat([net.up1(u), a], 1))
+
+    down = {"down1": nn.Conv2d(3, 4, 3, padding=1), "down2": nn.Conv2d(4, D, 3, 2, 1)}
+    middle = seq(nn.GroupNorm(2, D), nn.Conv2d(D, D, 3, 2, 1), nn.ReLU())
+    up1 = seq(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(2 * D, 4, 3, padding=1))
+    return Net(forward, **down, middle=middle, up2=nn.ConvTranspose2d(D, D, 2, 2), up1=up1, head=nn.Conv2d(8, C, 1))
+
+
+def dilated_segmentation() -> nn.Module:
+    """Nearest upsampling, dilation, reflection padding, average pooling."""
+    up = nn.Upsample(scale_factor=2, mode="nearest")
+    dilated = nn.Conv2d(D, D, 3, padding=2, dilation=2, padding_mode="reflect")
+    return seq(nn.Conv2d(3, D, 3, padding=1), nn.AvgPool2d(2), dilated, nn.LeakyReLU(), up, nn.Conv2d(D, C, 1))
+
+
+each_pixel = {"losses": by_element(F.cross_entropy)}
+add("CNN", lambda: (torch.randn(N, 3, 8, 8), torch.randint(C, (N, 8, 8))), unet, dilated_segmentation, **each_pixel)
+
+
+def cnn_3d() -> nn.Module:
+    first = nn.Conv3d(2, D, 3, padding=1), nn.GroupNorm(2, D), nn.ReLU(), nn.MaxPool3d(2), nn.Conv3d(D, D, 2)
+    return seq(*first, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(D, C))
+
+
+def temporal_convolutions() -> nn.Module:
+    """Causal, dilated, grouped, 1d."""
+
+    def causal(dilation: int) -> nn.Module:
+        pad = nn.ConstantPad1d((2 * dilation, 0), 0.0)
+        return res(pad, nn.Conv1d(D, D, 3, dilation=dilation, groups=2), nn.ReLU(), nn.Dropout(0.1))
+
+    return seq(nn.Conv1d(3, D, 1), causal(1), causal(2), nn.AvgPool1d(2), lambda x: x[..., -1], nn.Linear(D, C))
+
+
+def wavenet() -> nn.Module:
+    def gated(net: Any, x: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        value, gate = net.conv(F.pad(x, (*net.conv.dilation, 0))).split(D, dim=1)
+        residual, more = net.out(value.tanh() * gate.sigmoid()).chunk(2, dim=1)
+        return x + residual, skip + more
+
+    def forward(net: Any, tokens: Tensor) -> Tensor:
+        x = net.embed(tokens).transpose(1, 2)
+        skip = torch.zeros_like(x)
+        for layer in net.layers:
+            x, skip = layer(x, skip)
+        return net.head(skip.relu()).transpose(1, 2)
+
+    layers = [
+        Net(gated, conv=nn.Conv1d(D, 2 * D, 2, dilation=dilation), out=nn.Conv1d(D, 2 * D, 1)) for dilation in (1, 2)
+    ]
+    return Net(forward, embed=nn.Embedding(V, D), head=nn.Conv1d(D, V, 1), layers=nn.ModuleList(layers))
+
+
+def autoencoder() -> nn.Module:
+    encoder = nn.Conv2d(3, D, 3, 2, 1), nn.ReLU(), nn.Conv2d(D, 4, 3, 2, 1), nn.ReLU()
+    last = nn.ConvTranspose2d(D, 3, 3, 2, 1, output_padding=1)
+    return seq(*encoder, nn.ConvTranspose2d(4, D, 4, 2, 1), nn.ReLU(), last)
+
+
+add("CNN", image(6, 2, 3), cnn_3d)
+add("CNN", image(12, 3, 1), temporal_convolutions)
+add("CNN", language(), wavenet)
+add("CNN", lambda: (torch.randn(N, 3, 8, 8),), autoencoder, losses=by_element(F.mse_loss))
 
 
 def similar(model: nn.Module, batch: Batch) -> Tensor:
     a, b, same = batch
-    cosine = F.cosine_similarity(model(a), model(b))
-    return F.smooth_l1_loss(cosine, same, reduction="none")
+    return F.smooth_l1_loss(F.cosine_similarity(model(a), model(b)), same, reduction="none")
 
 
-@add("metric", lambda: (torch.randn(N, D), torch.randn(N, D), torch.rand(N).round()), similar)
-def siamese():
+def siamese() -> nn.Module:
     return seq(nn.Linear(D, 16), nn.ReLU(), nn.Linear(16, D))
+
+
+add("metric", lambda: (torch.randn(N, D), torch.randn(N, D), torch.rand(N).round()), siamese, losses=similar)
 
 
 def triplet(model: nn.Module, batch: Batch) -> Tensor:
@@ -550,10 +463,11 @@ def triplet(model: nn.Module, batch: Batch) -> Tensor:
     return F.triplet_margin_loss(a, b, c, margin=1.0, reduction="none")
 
 
-@add("metric", lambda: tuple(torch.randn(N, 3, 8, 8) for _ in range(3)), triplet)
-def triplets():
-    return small_cnn(lambda width: nn.GroupNorm(2, width))
+def triplets() -> nn.Module:
+    return small_cnn(groups)
 
+
+add("metric", lambda: tuple(torch.randn(3, N, 3, 8, 8)), triplets, losses=triplet)
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
@@ -564,8 +478,7 @@ class Attention(nn.Module):
     def __init__(self, core: Callable[..., Tensor], kv_heads: int = H) -> None:
         super().__init__()
         self.core, self.kv_heads = core, kv_heads
-        width = D // H
-        self.q, self.k, self.v = (nn.Linear(D, heads * width) for heads in (H, kv_heads, kv_heads))
+        self.q, self.k, self.v = (nn.Linear(D, heads * D // H) for heads in (H, kv_heads, kv_heads))
         self.out = nn.Linear(D, D)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -575,29 +488,29 @@ class Attention(nn.Module):
         return self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
 
 
-def block(
-    core: Callable[..., Tensor], norm: Callable[[int], nn.Module] = nn.LayerNorm, **options: Any
-) -> nn.Sequential:
-    feed_forward = res(norm(D), nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
-    return seq(res(norm(D), Attention(core, **options)), feed_forward)
+def block(core: Callable[..., Tensor], **options: Any) -> nn.Sequential:
+    feed_forward = res(nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
+    return seq(res(nn.LayerNorm(D), Attention(core, **options)), feed_forward)
 
 
-class Tokens(nn.Module):
+def embedded(steps: int = T) -> nn.Module:
     """Token and position embeddings."""
 
-    def __init__(self, steps: int = T) -> None:
-        super().__init__()
-        self.token, self.place = nn.Embedding(V, D), nn.Embedding(steps, D)
+    def forward(net: Any, tokens: Tensor) -> Tensor:
+        return net.token(tokens) + net.place(torch.arange(tokens.shape[1]))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.token(tokens) + self.place(torch.arange(tokens.shape[1]))
+    return Net(forward, token=nn.Embedding(V, D), place=nn.Embedding(steps, D))
 
 
 def language_model(*layers: Any, steps: int = T) -> nn.Module:
-    return seq(Tokens(steps), *layers, nn.LayerNorm(D), nn.Linear(D, V))
+    return seq(embedded(steps), *layers, nn.LayerNorm(D), nn.Linear(D, V))
 
 
 sdpa = F.scaled_dot_product_attention
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(q, k, v, is_causal=True)
 
 
 def by_hand(bias: Callable[[Tensor], Tensor] = lambda scores: scores) -> Callable[..., Tensor]:
@@ -609,26 +522,22 @@ def ahead(steps: int) -> Tensor:
     return torch.ones(steps, steps, dtype=torch.bool).triu(1)
 
 
-class Prepend(nn.Module):
-    """A learned class token, and positions."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.cls = nn.Parameter(torch.randn(1, 1, D))
-        self.place = nn.Parameter(torch.randn(1, steps + 1, D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.cls.expand(len(x), -1, -1), x], 1) + self.place
+def mean(x: Tensor) -> Tensor:
+    return x.mean(1)
 
 
-@add("ViT", image())
-def vit():
-    patches = (nn.Conv2d(3, D, 4, 4), lambda x: x.flatten(2).transpose(1, 2), Prepend(4))
-    return seq(*patches, block(sdpa), block(sdpa), nn.LayerNorm(D), lambda x: x[:, 0], nn.Linear(D, C))
+def patches() -> tuple[Any, ...]:
+    """Patches of an image, a learned class token before them, and positions."""
+    learned = {"cls": nn.Parameter(torch.randn(1, 1, D)), "place": nn.Parameter(torch.randn(1, 5, D))}
+    prepend = Net(lambda net, x: torch.cat([net.cls.expand(len(x), -1, -1), x], 1) + net.place, **learned)
+    return nn.Conv2d(3, D, 4, 4), lambda x: x.flatten(2).transpose(1, 2), prepend
 
 
-@add("ViT", image())
-def vit_written_to():
+def vit() -> nn.Module:
+    return seq(*patches(), block(sdpa), block(sdpa), nn.LayerNorm(D), lambda x: x[:, 0], nn.Linear(D, C))
+
+
+def vit_written_to() -> nn.Module:
     """In place, to some tokens of a gradient that is sliced over class tokens: to all but these, as in MViT v2."""
 
     def pooled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -643,149 +552,151 @@ def vit_written_to():
         x[:, 0].tanh_()
         return x
 
-    patches = (nn.Conv2d(3, D, 4, 4), lambda x: x.flatten(2).transpose(1, 2), Prepend(4))
-    return seq(*patches, block(pooled), written, block(pooled), written, lambda x: x[:, 0], nn.Linear(D, C))
+    return seq(*patches(), block(pooled), written, block(pooled), written, lambda x: x[:, 0], nn.Linear(D, C))
 
 
-@add("ViT", image())
-def vit_written_out():
+def vit_written_out() -> nn.Module:
     """Patches by unfolding, attention by einsum, pooled by the mean."""
 
-    def patches(x: Tensor) -> Tensor:
+    def unfolded(x: Tensor) -> Tensor:
         return x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
     def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
         return torch.einsum("bhqk,bhkd->bhqd", F.dropout(scores.softmax(-1), 0.1), v)
 
-    return seq(patches, nn.Linear(48, D), block(einsum), lambda x: x.mean(1), nn.Linear(D, C))
+    return seq(unfolded, nn.Linear(48, D), block(einsum), mean, nn.Linear(D, C))
 
 
-@add("ViT", image())
-def mlp_mixer():
+def mlp_mixer() -> nn.Module:
     mix = res(nn.LayerNorm(D), lambda x: x.transpose(1, 2), nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4), lambda x: x.mT)
     channels = res(nn.LayerNorm(D), nn.Linear(D, 16), nn.GELU(), nn.Linear(16, D))
-    return seq(nn.Conv2d(3, D, 4, 4), lambda x: x.flatten(2).mT, mix, channels, lambda x: x.mean(1), nn.Linear(D, C))
+    return seq(nn.Conv2d(3, D, 4, 4), lambda x: x.flatten(2).mT, mix, channels, mean, nn.Linear(D, C))
 
 
-@add("ViT", image())
-def swin():
+def swin() -> nn.Module:
     """Shifted windows: roll, partition, a relative-position bias, roll back."""
 
-    class Windows(nn.Module):
-        def __init__(self, shift: int) -> None:
-            super().__init__()
-            self.shift, self.bias = shift, nn.Parameter(torch.randn(9, H))
-            self.register_buffer("place", torch.tensor([[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]]))
-            self.attend = Attention(by_hand(lambda s: s + self.bias[self.place].permute(2, 0, 1)))
+    def windows(shift: int) -> nn.Module:
+        def forward(net: Any, x: Tensor) -> Tensor:  # (N, 4, 4, D)
+            parts = x.roll((-shift, -shift), (1, 2)).view(-1, 2, 2, 2, 2, D).permute(0, 1, 3, 2, 4, 5)
+            x = net.attend(parts.reshape(-1, 4, D)).view(-1, 2, 2, 2, 2, D).permute(0, 1, 3, 2, 4, 5)
+            return x.reshape(-1, 4, 4, D).roll((shift, shift), (1, 2))
 
-        def forward(self, x: Tensor) -> Tensor:  # (N, 4, 4, D)
-            n = len(x)
-            x = x.roll((-self.shift, -self.shift), (1, 2))
-            x = x.view(n, 2, 2, 2, 2, D).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, D)
-            x = self.attend(x)
-            x = x.view(n, 2, 2, 2, 2, D).permute(0, 1, 3, 2, 4, 5).reshape(n, 4, 4, D)
-            return x.roll((self.shift, self.shift), (1, 2))
+        net = Net(forward, bias=nn.Parameter(torch.randn(9, H)))
+        net.register_buffer("place", torch.tensor([[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]]))
+        net.attend = Attention(by_hand(lambda s: s + net.bias[net.place].permute(2, 0, 1)))
+        return net
 
-    class Merge(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reduce = nn.Linear(4 * D, D)
+    def merge(x: Tensor) -> Tensor:
+        return torch.cat([x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)], -1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.reduce(torch.cat([x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)], -1))
-
-    layers = (res(nn.LayerNorm(D), Windows(0)), res(nn.LayerNorm(D), Windows(1)), Merge())
-    return seq(
-        nn.Conv2d(3, D, 2, 2), lambda x: x.permute(0, 2, 3, 1), *layers, lambda x: x.mean((1, 2)), nn.Linear(D, C)
-    )
+    layers = res(nn.LayerNorm(D), windows(0)), res(nn.LayerNorm(D), windows(1)), merge, nn.Linear(4 * D, D)
+    first = nn.Conv2d(3, D, 2, 2), lambda x: x.permute(0, 2, 3, 1)
+    return seq(*first, *layers, lambda x: x.mean((1, 2)), nn.Linear(D, C))
 
 
-@add("encoder", text())
-def transformer_encoder():
+add("ViT", image(), vit, vit_written_to, vit_written_out, mlp_mixer, swin)
+
+
+def transformer_encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(D, H, 16, 0.1, batch_first=True)
-    return seq(Tokens(), nn.TransformerEncoder(layer, 2), lambda x: x[:, 0], nn.Linear(D, C))
+    return seq(embedded(), nn.TransformerEncoder(layer, 2), lambda x: x[:, 0], nn.Linear(D, C))
 
 
-@add("encoder", text())
-def transformer_encoder_sequence_first():
+def transformer_encoder_sequence_first() -> nn.Module:
     layer = nn.TransformerEncoderLayer(D, H, 16, 0.0, activation="gelu", norm_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return seq(Tokens(), lambda x: x.transpose(0, 1), encoder, lambda x: x.mean(0), nn.Linear(D, C))
+    return seq(embedded(), lambda x: x.transpose(0, 1), encoder, lambda x: x.mean(0), nn.Linear(D, C))
 
 
-@add(
-    "encoder",
-    lambda: (torch.randint(V, (N, T)), torch.arange(T) >= torch.randint(2, T, (N, 1)), torch.randint(C, (N,))),
-)
-def transformer_encoder_padded():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(D, H, 16, 0.0, batch_first=True)
-            self.embed, self.encoder = Tokens(), nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-            self.head = nn.Linear(D, C)
+def relative_positions() -> nn.Module:
+    """T5's learned bias, through the kernel's mask."""
+    place = torch.arange(T)[None] - torch.arange(T)[:, None] + T - 1
 
-        def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
-            x = self.encoder(self.embed(tokens), src_key_padding_mask=padding)
-            real = (~padding).unsqueeze(-1).to(x)
-            return self.head((x * real).sum(1) / real.sum(1))
+    def core(net: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, attn_mask=net.bias(net.place).permute(2, 0, 1).unsqueeze(0).to(q))
 
-    return Net()
+    attention = block(Net(core, bias=nn.Embedding(2 * T - 1, H), place=place))
+    return seq(embedded(), attention, mean, nn.Linear(D, C))
 
 
-@add("causal", language())
-def gpt():
-    causal = lambda q, k, v: sdpa(q, k, v, is_causal=True)  # noqa: E731
-    return language_model(block(causal), block(causal))
+def attention_pooling() -> nn.Module:
+    pool = Net(lambda net, x: (net.score(x.tanh()).softmax(1) * x).sum(1), score=nn.Linear(D, 1))
+    return seq(nn.Embedding(V, D), nn.Linear(D, D), pool, nn.Linear(D, C))
 
 
-@add("causal", language())
-def gpt_float_mask():
-    mask = torch.zeros(T, T).masked_fill(ahead(T), -math.inf)
-    return language_model(block(lambda q, k, v: sdpa(q, k, v, attn_mask=mask.to(q))))
+def fourier_mixing() -> nn.Module:
+    return seq(embedded(), res(lambda x: torch.fft.fft2(x).real), nn.LayerNorm(D), mean, nn.Linear(D, C))
 
 
-@add("causal", language())
-def gpt_bool_mask():
-    mask = ~ahead(T)[None, None]
-    return language_model(block(lambda q, k, v: sdpa(q, k, v, attn_mask=mask)))
+add("encoder", text(), transformer_encoder, transformer_encoder_sequence_first, relative_positions, attention_pooling)
+add("encoder", text(), fourier_mixing, uncounted=("_fft_c2c",))
 
 
-@add("causal", language(N))
-def gpt_mask_as_long_as_the_batch():
-    mask = torch.zeros(N, N).masked_fill(ahead(N), -math.inf)
-    return language_model(block(lambda q, k, v: sdpa(q, k, v, attn_mask=mask.to(q))), steps=N)
+def transformer_encoder_padded() -> nn.Module:
+    def forward(net: Any, tokens: Tensor, padding: Tensor) -> Tensor:
+        x = net.encoder(net.embed(tokens), src_key_padding_mask=padding)
+        real = (~padding).unsqueeze(-1).to(x)
+        return net.head((x * real).sum(1) / real.sum(1))
+
+    layer = nn.TransformerEncoderLayer(D, H, 16, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    return Net(forward, embed=embedded(), encoder=encoder, head=nn.Linear(D, C))
 
 
-@add("causal", language())
-def gpt_masked_by_hand():
-    mask = ahead(T)
-    return language_model(block(by_hand(lambda scores: scores.masked_fill(mask, -math.inf))))
+def encoder_decoder() -> nn.Module:
+    """Cross attention."""
+
+    def forward(net: Any, source: Tensor, target: Tensor) -> Tensor:
+        memory, x = net.encoder(net.source(source)), net.target(target)
+        x = x + net.own(x)
+        return net.head(x + net.cross(x, memory))
+
+    parts = {"encoder": block(sdpa), "own": Attention(causal), "cross": Attention(sdpa), "head": nn.Linear(D, V)}
+    return Net(forward, source=embedded(), target=embedded(), **parts)
 
 
-@add("causal", language())
-def gpt_tied():
+def nn_transformer() -> nn.Module:
+    def forward(net: Any, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(4).to(net.head.weight.dtype)
+        return net.head(net.model(net.source(source), net.target(target), tgt_mask=mask))
+
+    model = nn.Transformer(D, H, 1, 1, 16, 0.0, batch_first=True)
+    return Net(forward, source=embedded(), target=embedded(), model=model, head=nn.Linear(D, V))
+
+
+def padding() -> Tensor:
+    """Which tokens are padding: those behind the first two or more of each row."""
+    return torch.arange(T) >= torch.randint(2, T + 1, (N, 1))
+
+
+add("encoder", language(T, 4), encoder_decoder, nn_transformer)
+add("encoder", lambda: (language()()[0], padding(), torch.randint(C, (N,))), transformer_encoder_padded)
+
+
+def masked_gpt(mask: Tensor) -> nn.Module:
+    """The mask goes to the kernel, as it is or as numbers."""
+    mask = mask if mask.dtype == torch.bool else mask.masked_fill(ahead(len(mask)), -math.inf)
+    attend = block(lambda q, k, v: sdpa(q, k, v, attn_mask=mask if mask.dtype == torch.bool else mask.to(q)))
+    return language_model(attend, steps=mask.shape[-1])
+
+
+def gpt_tied() -> nn.Module:
     """The embedding is the output layer too; query, key and value in one product."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.qkv, self.out = nn.Embedding(V, D), nn.Linear(D, 3 * D), nn.Linear(D, D)
-            self.norm = nn.LayerNorm(D)
+    def forward(net: Any, tokens: Tensor) -> Tensor:
+        x = net.embed(tokens)
+        n, t, _ = x.shape
+        q, k, v = net.qkv(net.norm(x)).view(n, t, 3, H, D // H).permute(2, 0, 3, 1, 4)
+        x = x + net.out(causal(q, k, v).transpose(1, 2).reshape(n, t, D))
+        return x @ net.embed.weight.T
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
-            n, t, _ = x.shape
-            q, k, v = self.qkv(self.norm(x)).view(n, t, 3, H, D // H).permute(2, 0, 3, 1, 4)
-            x = x + self.out(sdpa(q, k, v, is_causal=True).transpose(1, 2).reshape(n, t, D))
-            return x @ self.embed.weight.T
-
-    return Net()
+    layers = {"embed": nn.Embedding(V, D), "qkv": nn.Linear(D, 3 * D), "out": nn.Linear(D, D)}
+    return Net(forward, **layers, norm=nn.LayerNorm(D))
 
 
-@add("causal", language())
-def llama():
+def llama() -> nn.Module:
     """Rotary positions, RMSNorm, grouped queries, SwiGLU."""
     angles = torch.arange(T).float()[:, None] * 10.0 ** -torch.arange(D // H // 2).float()
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
@@ -796,91 +707,49 @@ def llama():
 
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(H, dim=1) for t in (k, v))
-        return sdpa(rotate(q), rotate(k), v, is_causal=True)
+        return causal(rotate(q), rotate(k), v)
 
-    class RMS(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(D))
+    def rms(net: Any, x: Tensor) -> Tensor:
+        return net.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-    class SwiGLU(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.up, self.down = nn.Linear(D, 16), nn.Linear(D, 16), nn.Linear(16, D)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-
-    layer = (res(RMS(), Attention(core, kv_heads=1)), res(nn.RMSNorm(D), SwiGLU()))
-    return seq(nn.Embedding(V, D), *layer, RMS(), nn.Linear(D, V, bias=False))
+    norms = [Net(rms, weight=nn.Parameter(torch.ones(D))) for _ in range(2)]
+    layers = {"gate": nn.Linear(D, 16), "up": nn.Linear(D, 16), "down": nn.Linear(16, D)}
+    swiglu = Net(lambda net, x: net.down(F.silu(net.gate(x)) * net.up(x)), **layers)
+    blocks = res(norms[0], Attention(core, kv_heads=1)), res(nn.RMSNorm(D), swiglu)
+    return seq(nn.Embedding(V, D), *blocks, norms[1], nn.Linear(D, V, bias=False))
 
 
-@add("causal", language())
-def grouped_queries():
+def grouped_queries() -> nn.Module:
     """Fewer key and value heads, left to the kernel."""
     return language_model(block(lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True), kv_heads=1))
 
 
-@add("causal", language())
-def alibi():
+def alibi() -> nn.Module:
     slopes = 2.0 ** -torch.arange(1, H + 1).float()
     distance = (torch.arange(T)[None] - torch.arange(T)[:, None]).float()
     bias = (slopes[:, None, None] * distance).masked_fill(ahead(T), -math.inf)
     return language_model(block(by_hand(lambda scores: scores + bias.to(scores))))
 
 
-@add("encoder", text())
-def relative_positions():
-    """T5's learned bias, through the kernel's mask."""
+def linear_attention() -> nn.Module:
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        memory = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(2)
+        return torch.einsum("bhtd,bhtde->bhte", q, memory) / (q * k.cumsum(2)).sum(-1, keepdim=True)
 
-    class Core(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Embedding(2 * T - 1, H)
-
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            place = torch.arange(T)[None] - torch.arange(T)[:, None] + T - 1
-            return sdpa(q, k, v, attn_mask=self.bias(place).permute(2, 0, 1).unsqueeze(0).to(q))
-
-    return seq(Tokens(), block(Core()), lambda x: x.mean(1), nn.Linear(D, C))
+    return language_model(block(core))
 
 
-@add("encoder", lambda: (torch.randint(V, (N, T)), torch.randint(V, (N, 4)), torch.randint(V, (N, 4))))
-def encoder_decoder():
-    """Cross attention."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.source, self.target, self.encoder = Tokens(), Tokens(), block(sdpa)
-            self.own, self.cross = Attention(lambda q, k, v: sdpa(q, k, v, is_causal=True)), Attention(sdpa)
-            self.head = nn.Linear(D, V)
-
-        def forward(self, source: Tensor, target: Tensor) -> Tensor:
-            memory, x = self.encoder(self.source(source)), self.target(target)
-            x = x + self.own(x)
-            return self.head(x + self.cross(x, memory))
-
-    return Net()
-
-
-@add("encoder", lambda: (torch.randint(V, (N, T)), torch.randint(V, (N, 4)), torch.randint(V, (N, 4))))
-def nn_transformer():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.source, self.target = Tokens(), Tokens()
-            self.model = nn.Transformer(D, H, 1, 1, 16, 0.0, batch_first=True)
-            self.head = nn.Linear(D, V)
-
-        def forward(self, source: Tensor, target: Tensor) -> Tensor:
-            mask = nn.Transformer.generate_square_subsequent_mask(4).to(self.head.weight.dtype)
-            return self.head(self.model(self.source(source), self.target(target), tgt_mask=mask))
-
-    return Net()
+decoders = {
+    "gpt": lambda: language_model(block(causal), block(causal)),
+    "gpt_float_mask": lambda: masked_gpt(torch.zeros(T, T)),
+    "gpt_bool_mask": lambda: masked_gpt(~ahead(T)[None, None]),
+    "gpt_masked_by_hand": lambda: language_model(
+        block(by_hand(lambda scores: scores.masked_fill(ahead(T), -math.inf)))
+    ),
+}
+add("causal", language(N), gpt_mask_as_long_as_the_batch=lambda: masked_gpt(torch.zeros(N, N)))
+add("causal", language(), gpt_tied, llama, grouped_queries, alibi, linear_attention, **decoders)
 
 
 def each_real_token(model: nn.Module, batch: Batch) -> Tensor:
@@ -891,303 +760,198 @@ def each_real_token(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def padded_language() -> Batch:
-    target = torch.randint(V, (N, T)).masked_fill(torch.arange(T) >= torch.randint(2, T + 1, (N, 1)), -100)
-    return torch.randint(V, (N, T)), target
+    tokens, target = language()()
+    return tokens, target.masked_fill(padding(), -100)
 
 
-@add("causal", padded_language, each_real_token)
-def gpt_padded():
-    return language_model(block(lambda q, k, v: sdpa(q, k, v, is_causal=True)))
-
-
-@add("encoder", text())
-def attention_pooling():
-    class Pool(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.score = nn.Linear(D, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.score(x.tanh()).softmax(1) * x).sum(1)
-
-    return seq(nn.Embedding(V, D), nn.Linear(D, D), Pool(), nn.Linear(D, C))
-
-
-@add("causal", language())
-def linear_attention():
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-        memory = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(2)
-        return torch.einsum("bhtd,bhtde->bhte", q, memory) / (q * k.cumsum(2)).sum(-1, keepdim=True)
-
-    return language_model(block(core))
-
-
-@add("encoder", text(), uncounted=("_fft_c2c",))
-def fourier_mixing():
-    return seq(Tokens(), res(lambda x: torch.fft.fft2(x).real), nn.LayerNorm(D), lambda x: x.mean(1), nn.Linear(D, C))
-
+add("causal", padded_language, losses=each_real_token, gpt_padded=lambda: language_model(block(causal)))
 
 # --- mixtures of experts ---------------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    def __init__(self, route: str) -> None:
-        super().__init__()
-        self.route = route
-        self.gate = nn.Linear(D, 3)
-        self.experts = nn.ModuleList([seq(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
-        if self.route == "dense":
-            gates = torch.zeros_like(self.gate(x)).scatter(-1, chosen, weights)
-            return torch.stack([e(x) for e in self.experts], -1) @ gates.unsqueeze(-1)
+def experts(route: str) -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        weights, chosen = net.gate(x).softmax(-1).topk(2, -1)
+        if route == "dense":
+            gates = torch.zeros_like(net.gate(x)).scatter(-1, chosen, weights)
+            return (torch.stack([e(x) for e in net.experts], -1) @ gates.unsqueeze(-1)).squeeze(-1)
         out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
+        for number, expert in enumerate(net.experts):
             rows, place = torch.where(chosen == number)
             y = weights[rows, place, None] * expert(x[rows])
-            out = out.index_add(0, rows, y) if self.route == "index_add" else out.index_put((rows,), y, accumulate=True)
+            out = out.index_add(0, rows, y) if route == "index_add" else out.index_put((rows,), y, accumulate=True)
         return out
 
-
-@add("MoE", vectors(D))
-def experts_dense():
-    return seq(nn.Linear(D, D), Experts("dense"), lambda x: x.squeeze(-1), nn.Linear(D, C))
+    each = [seq(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)) for _ in range(3)]
+    return Net(forward, gate=nn.Linear(D, 3), experts=nn.ModuleList(each))
 
 
-@add("MoE", vectors(D))
-def experts_index_add():
-    return seq(nn.Linear(D, D), Experts("index_add"), nn.Linear(D, C))
-
-
-@add("MoE", vectors(D))
-def experts_index_put():
-    return seq(nn.Linear(D, D), Experts("index_put"), nn.Linear(D, C))
-
-
-@add("MoE", text())
-def experts_tokens():
+def experts_tokens() -> nn.Module:
     """Every token routed on its own: the batch is merged with the steps."""
+    routed = Net(lambda net, x: net.moe(x.flatten(0, 1)).view_as(x), moe=experts("index_add"))
+    return seq(nn.Embedding(V, D), block(sdpa), res(routed), mean, nn.Linear(D, C))
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.moe = Experts("index_add")
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.moe(x.flatten(0, 1)).view_as(x)
-
-    return seq(nn.Embedding(V, D), block(sdpa), res(Net()), lambda x: x.mean(1), nn.Linear(D, C))
-
+routes = {
+    f"experts_{route}": lambda route=route: seq(nn.Linear(D, D), experts(route), nn.Linear(D, C))
+    for route in ("dense", "index_add", "index_put")
+}
+add("MoE", vectors(D), **routes)
+add("MoE", text(), experts_tokens)
 
 # --- steps in time ---------------------------------------------------------------------------------------------------
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], last: bool = True, **options: Any) -> None:
-        super().__init__()
-        self.embed, self.rnn = nn.Embedding(V, D), kind(D, D, batch_first=True, **options)
-        self.head = nn.Linear(2 * D if options.get("bidirectional") else D, C)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out, _ = self.rnn(self.embed(tokens))
-        return self.head(out[:, -1])
+def recurrent(kind: type[nn.RNNBase], **options: Any) -> nn.Module:
+    layer = kind(D, D, batch_first=True, **options)
+    head = nn.Linear(2 * D if options.get("bidirectional") else D, C)
+    return seq(nn.Embedding(V, D), layer, lambda out: out[0][:, -1], head)
 
 
-@add("recurrent", text())
-def rnn():
-    return Recurrent(nn.RNN)
+def sequence_first(layer: nn.Module, last: Callable[[Any], Tensor], width: int) -> nn.Module:
+    return seq(nn.Embedding(V, D), lambda x: x.transpose(0, 1), layer, last, nn.Linear(width, C))
 
 
-@add("recurrent", text())
-def gru():
-    return Recurrent(nn.GRU, num_layers=2, dropout=0.1)
+def lstm_cells_with_layernorm() -> nn.Module:
+    def forward(net: Any, tokens: Tensor) -> Tensor:
+        x = net.embed(tokens)
+        h = c = x.new_zeros(len(x), D)
+        for step in x.unbind(1):
+            h, c = net.cell(step, (h, c))
+            h = net.norm(h)
+        return net.head(h)
+
+    layers = {"embed": nn.Embedding(V, D), "cell": nn.LSTMCell(D, D), "norm": nn.LayerNorm(D), "head": nn.Linear(D, C)}
+    return Net(forward, **layers)
 
 
-@add("recurrent", text(), share=1.5)
-def lstm():
-    return Recurrent(nn.LSTM)
+def gru_bidirectional_sequence_first() -> nn.Module:
+    return sequence_first(nn.GRU(D, D, bidirectional=True), lambda out: out[0].mean(0), 2 * D)
 
 
-@add("recurrent", text(), share=1.5)
-def lstm_bidirectional():
-    return Recurrent(nn.LSTM, num_layers=2, bidirectional=True)
+layers = {"rnn": lambda: recurrent(nn.RNN), "gru": lambda: recurrent(nn.GRU, num_layers=2, dropout=0.1)}
+lstms = {
+    "lstm": lambda: recurrent(nn.LSTM),
+    "lstm_bidirectional": lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True),
+    "lstm_sequence_first": lambda: sequence_first(nn.LSTM(D, D), lambda out: out[1][0][-1], D),
+}
+add("recurrent", text(), lstm_cells_with_layernorm, gru_bidirectional_sequence_first, **layers)
+add("recurrent", text(), share=1.5, **lstms)
 
 
-@add("recurrent", text(), share=1.5)
-def lstm_sequence_first():
-    def last(out: tuple[Tensor, Any]) -> Tensor:
-        return out[1][0][-1]
-
-    return seq(nn.Embedding(V, D), lambda x: x.transpose(0, 1), nn.LSTM(D, D), last, nn.Linear(D, C))
-
-
-@add("recurrent", text())
-def gru_bidirectional_sequence_first():
-    def mean(out: tuple[Tensor, Tensor]) -> Tensor:
-        return out[0].mean(0)
-
-    return seq(
-        nn.Embedding(V, D), lambda x: x.transpose(0, 1), nn.GRU(D, D, bidirectional=True), mean, nn.Linear(2 * D, C)
-    )
-
-
-@add("recurrent", text())
-def lstm_cells_with_layernorm():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.cell, self.norm, self.head = (
-                nn.Embedding(V, D),
-                nn.LSTMCell(D, D),
-                nn.LayerNorm(D),
-                nn.Linear(D, C),
-            )
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
-            h = c = x.new_zeros(len(x), D)
-            for step in x.unbind(1):
-                h, c = self.cell(step, (h, c))
-                h = self.norm(h)
-            return self.head(h)
-
-    return Net()
-
-
-@add("recurrent", language())
-def state_space():
+def state_space() -> nn.Module:
     """Mamba's selective scan, step by step and gathered by stack."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.inputs, self.head = nn.Embedding(V, D), nn.Linear(D, 2 * D + 6), nn.Linear(D, V)
-            self.conv = nn.Conv1d(D, D, 3, padding=2, groups=D)
-            self.log_a = nn.Parameter(torch.randn(D, 3))
+    def forward(net: Any, tokens: Tensor) -> Tensor:
+        u = net.embed(tokens)
+        u = F.silu(net.conv(u.mT)[..., : u.shape[1]].mT)
+        delta, gate, b, c = net.inputs(u).split([D, D, 3, 3], -1)
+        delta = F.softplus(delta).unsqueeze(-1)
+        decay, drive = torch.exp(-delta * net.log_a.exp()), delta * b.unsqueeze(2) * u.unsqueeze(-1)
+        state, states = torch.zeros_like(drive[:, 0]), []
+        for step in range(u.shape[1]):
+            state = decay[:, step] * state + drive[:, step]
+            states.append(state)
+        y = (torch.stack(states, 1) @ c.unsqueeze(-1)).squeeze(-1)
+        return net.head(y * F.silu(gate))
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            u = self.embed(tokens)
-            u = F.silu(self.conv(u.mT)[..., : u.shape[1]].mT)
-            delta, gate, b, c = self.inputs(u).split([D, D, 3, 3], -1)
-            delta = F.softplus(delta).unsqueeze(-1)
-            decay, drive = torch.exp(-delta * self.log_a.exp()), delta * b.unsqueeze(2) * u.unsqueeze(-1)
-            state, states = torch.zeros_like(drive[:, 0]), []
-            for step in range(u.shape[1]):
-                state = decay[:, step] * state + drive[:, step]
-                states.append(state)
-            y = (torch.stack(states, 1) @ c.unsqueeze(-1)).squeeze(-1)
-            return self.head(y * F.silu(gate))
-
-    return Net()
+    layers = {"embed": nn.Embedding(V, D), "inputs": nn.Linear(D, 2 * D + 6), "head": nn.Linear(D, V)}
+    conv = nn.Conv1d(D, D, 3, padding=2, groups=D)
+    return Net(forward, **layers, conv=conv, log_a=nn.Parameter(torch.randn(D, 3)))
 
 
-@add("recurrent", language(), densifies=("gt.Scalar", "log"))
-def scan():
+def scan() -> nn.Module:
     """The same as products and sums along the steps."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.inputs, self.head = nn.Embedding(V, D), nn.Linear(D, 2 * D), nn.Linear(D, V)
+    def forward(net: Any, tokens: Tensor) -> Tensor:
+        decay, drive = net.inputs(net.embed(tokens)).chunk(2, -1)
+        total = (0.5 + 0.5 * decay.sigmoid()).cumprod(1)
+        return net.head(total * (drive / total).cumsum(1) + drive.logcumsumexp(1))
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            decay, drive = self.inputs(self.embed(tokens)).chunk(2, -1)
-            total = (0.5 + 0.5 * decay.sigmoid()).cumprod(1)
-            return self.head(total * (drive / total).cumsum(1) + drive.logcumsumexp(1))
+    return Net(forward, embed=nn.Embedding(V, D), inputs=nn.Linear(D, 2 * D), head=nn.Linear(D, V))
 
-    return Net()
+
+add("recurrent", language(), state_space)
+add("recurrent", language(), scan, densifies=("gt.Scalar", "log"))
 
 
 def alignment(model: nn.Module, batch: Batch) -> Tensor:
     x, target = batch
-    scores = model(x).log_softmax(-1).transpose(0, 1)
     lengths = torch.full((N,), 10), torch.full((N,), 3)
-    return F.ctc_loss(scores, target, *lengths, reduction="none")
+    return F.ctc_loss(model(x).log_softmax(-1).transpose(0, 1), target, *lengths, reduction="none")
 
 
-@add(
-    "recurrent",
-    lambda: (torch.randn(N, 10, 3), torch.randint(1, C, (N, 3))),
-    alignment,
-    uncounted=("_ctc_loss_backward",),
-)
-def speech():
+def speech() -> nn.Module:
     return seq(nn.Linear(3, D), nn.GRU(D, D, batch_first=True), lambda out: out[0], nn.Linear(D, C))
 
+
+ctc = {"losses": alignment, "uncounted": ("_ctc_loss_backward",)}
+add("recurrent", lambda: (torch.randn(N, 10, 3), torch.randint(1, C, (N, 3))), speech, **ctc)
 
 # --- embeddings and sets ---------------------------------------------------------------------------------------------
 
 
-@add("embedding", text())
-def embedding_bag():
+def embedding_bag() -> nn.Module:
     return seq(nn.EmbeddingBag(V, D, mode="mean"), nn.Linear(D, D), nn.ReLU(), nn.Linear(D, C))
 
 
-@add("embedding", lambda: (torch.randint(1, V, (N, T)), torch.randint(C, (N,))))
-def embedding_convolution():
+def embedding_convolution() -> nn.Module:
     embed = nn.Embedding(V, D, padding_idx=0)
     return seq(embed, lambda x: x.mT, nn.Conv1d(D, D, 3), nn.ReLU(), lambda x: x.max(-1).values, nn.Linear(D, C))
 
 
-@add("embedding", lambda: (torch.randn(N, 5), torch.randint(V, (N, 3)), torch.rand(N).round()), lambda m, b: m(*b))
-def recommender():
+add("embedding", text(), embedding_bag)
+add("embedding", text(least=1), embedding_convolution)
+
+
+def recommender() -> nn.Module:
     """DLRM: dense and sparse features, all pairs of inner products, BCE."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense, self.tables = nn.Linear(5, D), nn.ModuleList([nn.Embedding(V, D) for _ in range(3)])
-            self.top = seq(nn.Linear(D + 6, D), nn.ReLU(), nn.Linear(D, 1))
+    def forward(net: Any, dense: Tensor, sparse: Tensor, click: Tensor) -> Tensor:
+        x = net.dense(dense).relu()
+        parts = torch.stack([x, *[table(sparse[:, i]) for i, table in enumerate(net.tables)]], 1)
+        i, j = torch.tril_indices(4, 4, -1)
+        pairs = torch.bmm(parts, parts.mT)[:, i, j]
+        logit = net.top(torch.cat([x, pairs], 1)).squeeze(1)
+        return F.binary_cross_entropy_with_logits(logit, click, reduction="none")
 
-        def forward(self, dense: Tensor, sparse: Tensor, click: Tensor) -> Tensor:
-            x = self.dense(dense).relu()
-            parts = torch.stack([x, *[table(sparse[:, i]) for i, table in enumerate(self.tables)]], 1)
-            i, j = torch.tril_indices(4, 4, -1)
-            pairs = torch.bmm(parts, parts.mT)[:, i, j]
-            logit = self.top(torch.cat([x, pairs], 1)).squeeze(1)
-            return F.binary_cross_entropy_with_logits(logit, click, reduction="none")
-
-    return Net()
+    tables = nn.ModuleList([nn.Embedding(V, D) for _ in range(3)])
+    top = seq(nn.Linear(D + 6, D), nn.ReLU(), nn.Linear(D, 1))
+    return Net(forward, dense=nn.Linear(5, D), tables=tables, top=top)
 
 
-@add("set", vectors(7, 3))
-def deep_sets():
-    return seq(
-        nn.Linear(3, D), nn.ReLU(), nn.Linear(D, D), lambda x: x.sum(1), nn.Linear(D, D), nn.ReLU(), nn.Linear(D, C)
-    )
+of_model = {"losses": lambda model, batch: model(*batch)}
+add("embedding", lambda: (torch.randn(N, 5), torch.randint(V, (N, 3)), torch.rand(N).round()), recommender, **of_model)
 
 
-@add("set", vectors(7, 3))
-def point_net():
+def deep_sets() -> nn.Module:
+    each = nn.Linear(3, D), nn.ReLU(), nn.Linear(D, D)
+    return seq(*each, lambda x: x.sum(1), nn.Linear(D, D), nn.ReLU(), nn.Linear(D, C))
+
+
+def point_net() -> nn.Module:
     """Shared 1x1 convolutions, a learned transform, the maximum over the points."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.transform, self.head = nn.Linear(3, 9), nn.Linear(D, C)
-            self.features = seq(nn.Conv1d(3, D, 1), nn.GroupNorm(2, D), nn.ReLU(), nn.Conv1d(D, D, 1))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = torch.bmm(x, net.transform(x.mean(1)).view(-1, 3, 3))
+        return net.head(net.features(x.mT).max(2)[0])
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.bmm(x, self.transform(x.mean(1)).view(-1, 3, 3))
-            return self.head(self.features(x.mT).max(2)[0])
-
-    return Net()
+    features = seq(nn.Conv1d(3, D, 1), nn.GroupNorm(2, D), nn.ReLU(), nn.Conv1d(D, D, 1))
+    return Net(forward, transform=nn.Linear(3, 9), features=features, head=nn.Linear(D, C))
 
 
-@add("set", lambda: (torch.randn(N, 5, 3), (torch.rand(N, 5, 5) > 0.5).float(), torch.randint(C, (N,))))
-def graph_convolution():
+add("set", vectors(7, 3), deep_sets, point_net)
+
+
+def graph_convolution() -> nn.Module:
     """Message passing over dense adjacencies."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.head = nn.Linear(3, D), nn.Linear(D, D), nn.Linear(D, C)
+    def forward(net: Any, x: Tensor, edges: Tensor) -> Tensor:
+        edges = edges / edges.sum(-1, keepdim=True).clamp(min=1)
+        x = (edges @ net.first(x)).relu()
+        return net.head((edges @ net.second(x)).relu().mean(1))
 
-        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-            edges = edges / edges.sum(-1, keepdim=True).clamp(min=1)
-            x = (edges @ self.first(x)).relu()
-            return self.head((edges @ self.second(x)).relu().mean(1))
+    return Net(forward, first=nn.Linear(3, D), second=nn.Linear(D, D), head=nn.Linear(D, C))
 
-    return Net()
+
+add("set", lambda: (torch.randn(N, 5, 3), torch.rand(N, 5, 5).round(), torch.randint(C, (N,))), graph_convolution)

@@ -37,36 +37,31 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(32, 1)).double()
 
 
-class Compiled(nn.Module):
-    """A compiled model that has the parameters of the model it was made of."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        torch._dynamo.reset()
-        self.model, self.run = model, [torch.compile(model, backend="rowprop", options={"kernels": "eager"})]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run[0](x)
+def compiled(model: nn.Module) -> nn.Module:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="rowprop", options={"kernels": "eager"})
 
 
-def gradient(model: Callable[[Tensor], Tensor], take: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Of the taken rows' mean loss to the batch and all parameters, as one vector."""
-    x = x.clone().requires_grad_()
+def gradient(model: Callable[[Tensor], Tensor], x: Tensor, rows: Tensor | int, policy: object = None) -> Tensor:
+    """Of these rows' mean loss, or that of the first ones, to the batch and all parameters; as one vector."""
+    x, rows = x.clone().requires_grad_(), torch.arange(rows) if isinstance(rows, int) else rows
+    losses = model(x).square().flatten(1).sum(1)
+    taken = losses[rows] if policy == "plain" else rowprop.pick(losses, rows, batchnorm=policy)
     leaves = [x, *(model.parameters() if isinstance(model, nn.Module) else ())]
-    found = torch.autograd.grad(take(model(x).square().flatten(1).sum(1)).mean(), leaves)
-    return torch.cat([g.flatten() for g in found])
+    return torch.cat([g.flatten() for g in torch.autograd.grad(taken.mean(), leaves)])
+
+
+def batch() -> Tensor:
+    return torch.randn(N, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("kept", [1, 2, 4, 8])
 def test_few_rows_have_the_gradient_of_plain_indexing(kept: int):
     # Red: the default is "rows".
-    model, rows = mlp(), torch.randperm(N, generator=torch.Generator().manual_seed(0))[:kept]
-    x = torch.randn(N, 10, dtype=torch.float64)
-    expected = gradient(model, lambda losses: losses[rows], x)
-    found = gradient(model, lambda losses: rowprop.pick(losses, rows), x)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
-    projected = gradient(model, lambda losses: rowprop.pick(losses, rows, batchnorm="rows"), x)
-    assert (projected - expected).norm() > 0.3 * expected.norm()
+    model, x, rows = mlp(), batch(), torch.randperm(N, generator=torch.Generator().manual_seed(0))[:kept]
+    expected = gradient(model, x, rows, "plain")
+    torch.testing.assert_close(gradient(model, x, rows), expected, rtol=1e-6, atol=1e-12)
+    assert (gradient(model, x, rows, "rows") - expected).norm() > 0.3 * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -83,27 +78,20 @@ def test_each_side_of_the_border(shape: tuple[int, ...], border: int):
         return torch.nn.functional.batch_norm(x, None, None, training=True) + weight
 
     for kept, policy in ((border - 1, "exact"), (border, "rows")):
-        rows = torch.arange(kept)
         with rowprop.watch() as report:
-            found = gradient(model, lambda losses, rows=rows: rowprop.pick(losses, rows), x)
-        named = gradient(model, lambda losses, r=rows, p=policy: rowprop.pick(losses, r, batchnorm=p), x)
-        assert torch.equal(found, named)
-        reasons = [entry.reason for entry in report.densified.values()]
-        assert [reason.startswith("batchnorm=None is 'exact' for fewer than 16") for reason in reasons] == [True] * (
-            policy == "exact"
-        )
+            found = gradient(model, x, kept)
+        assert torch.equal(found, gradient(model, x, kept, policy))
+        told = [
+            met.reason.startswith("batchnorm=None is 'exact' for fewer than 16") for met in report.densified.values()
+        ]
+        assert told == [True] * (policy == "exact")
 
 
 def test_rows_merged_with_time_count_as_positions():
     # Red: only the dimensions behind the channels are positions.
-    torch.manual_seed(0)
-    norm, x = nn.BatchNorm1d(3).double(), torch.randn(N, 2, 3, dtype=torch.float64)
-
-    def model(x: Tensor) -> Tensor:
-        return norm(x.flatten(0, 1)).view(N, 6)
-
+    norm, x = nn.BatchNorm1d(3).double(), batch()[:, :6].view(N, 2, 3)
     with rowprop.watch() as report:
-        gradient(model, lambda losses: rowprop.pick(losses, torch.arange(16)), x)
+        gradient(lambda x: norm(x.flatten(0, 1)).view(N, 6), x, 16)
     assert not report.densified
 
 
@@ -111,23 +99,23 @@ def test_rows_merged_with_time_count_as_positions():
 @pytest.mark.parametrize(("kept", "took"), [(4, "exact"), (40, "rows")])
 def test_the_first_choice_is_told_once(kept: int, took: str):
     # Red: nobody is told, or in every backward; the other choice is named.
-    model, x = mlp(), torch.randn(N, 10, dtype=torch.float64)
+    model, x = mlp(), batch()
     with pytest.warns(UserWarning) as caught:
-        gradient(model, lambda losses: rowprop.pick(losses, torch.arange(kept)), x)
+        gradient(model, x, kept)
     (warning,) = caught
     assert f", and takes '{took}'. Measured, 'rows' is up to " in str(warning.message)
     for again in (4, 40):
-        gradient(model, lambda losses, again=again: rowprop.pick(losses, torch.arange(again)), x)
+        gradient(model, x, again)
 
 
 @pytest.mark.usefixtures("unwarned")
 @pytest.mark.parametrize("policy", ["rows", "exact"])
 def test_a_named_policy_is_silent_and_what_it_says(policy: str):
     # Red: named policies are told; "rows" densifies where few rows are kept, or "exact" projects where many are.
-    model, x = mlp(), torch.randn(N, 10, dtype=torch.float64)
+    model, x = mlp(), batch()
     for kept in (2, 40):
         with rowprop.watch() as report:
-            gradient(model, lambda losses, kept=kept: rowprop.pick(losses, torch.arange(kept), batchnorm=policy), x)
+            gradient(model, x, kept, policy)
         assert ("native_batch_norm_backward" in report.densified) == (policy == "exact")
     assert not norms._warned
 
@@ -149,42 +137,33 @@ def test_the_warning_tells_what_was_measured():
 # --- several policies -------------------------------------------------------------------------------------------------
 
 
+POLICIES = [  # of two picks, how many rows each keeps, and whether the exact gradient comes out
+    (("rows", None), 4, True),  # None is exact for few rows
+    ((None, "rows"), 4, True),
+    (("rows", None), 20, False),
+    ((None, "exact"), 20, True),
+    (("rows", "exact"), 20, True),
+    ((None, None), 20, False),  # 20 and 20 rows are 40
+    ((None, None), 4, True),
+    (("rows", "rows"), 4, False),
+]
+
+
 @pytest.mark.parametrize("meet", ["added", "joined"])
-@pytest.mark.parametrize(
-    ("policies", "kept", "exact"),
-    [
-        (("rows", None), 4, True),  # None is exact for few rows
-        ((None, "rows"), 4, True),
-        (("rows", None), 20, False),
-        ((None, "exact"), 20, True),
-        (("rows", "exact"), 20, True),
-        ((None, None), 20, False),  # 20 and 20 rows are 40
-        ((None, None), 4, True),
-        (("rows", "rows"), 4, False),
-    ],
-)
+@pytest.mark.parametrize(("policies", "kept", "exact"), POLICIES)
 # Red: the union has the policy of its first pick, or "rows" wins over None.
 def test_picks_of_unlike_policies_take_the_one_that_approximates_least(meet, policies, kept, exact):
-    torch.manual_seed(0)
-    x, norm = torch.randn(2 * N, 5, dtype=torch.float64, requires_grad=True), nn.BatchNorm1d(5).double()
+    x, norm = batch().view(2 * N, 5).requires_grad_(), nn.BatchNorm1d(5).double()
     hidden = norm(x)
     if meet == "added":
-        parts, starts = [hidden.square().sum(1), hidden.exp().sum(1)], (0, kept)
+        parts = [(hidden.square().sum(1), torch.arange(kept)), (hidden.exp().sum(1), torch.arange(kept, 2 * kept))]
     else:  # the backward of chunk joins the gradients of its pieces
-        parts, starts = [part.square().sum(1) for part in hidden.chunk(2)], (0, 0)
-
-    def take(losses: Tensor, start: int, policy: object) -> Tensor:
-        rows = torch.arange(start, start + kept)
-        return (losses[rows] if policy == "plain" else rowprop.pick(losses, rows, batchnorm=policy)).sum()
-
-    def backward(policies: tuple[object, object]) -> Tensor:
-        loss = sum(take(*given) for given in zip(parts, starts, policies, strict=True))
-        return torch.autograd.grad(loss, x, retain_graph=True)[0]
-
+        parts = [(part.square().sum(1), torch.arange(kept)) for part in hidden.chunk(2)]
+    expected = torch.autograd.grad(sum(losses[rows].sum() for losses, rows in parts), x, retain_graph=True)[0]
     with rowprop.watch() as report:
-        found = backward(policies)
+        picked = (rowprop.pick(*part, batchnorm=policy).sum() for part, policy in zip(parts, policies, strict=True))
+        found = torch.autograd.grad(sum(picked), x)[0]
     assert ("native_batch_norm_backward" in report.densified) == exact
-    expected = backward(("plain", "plain"))
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12) == exact
 
 
@@ -203,39 +182,47 @@ def test_rows_that_thinning_drew_count_as_those_they_were_drawn_from():
 
 
 def test_a_compiled_region_decides_as_eager_mode_does():
-    # Red: the region keeps the choice of its first backward for every number of rows.
-    model, x = mlp(), torch.randn(N, 10, dtype=torch.float64)
-    compiled = Compiled(model)
-    for kept in (4, 40, 31, 32, 8, 1):
-        rows = torch.arange(kept)
-        found, expected = (gradient(m, lambda t, rows=rows: rowprop.pick(t, rows), x) for m in (compiled, model))
-        torch.testing.assert_close(found, expected)
-        plain = gradient(model, lambda t, rows=rows: t[rows], x)
-        assert torch.allclose(found, plain) == (kept < 32)
+    # Red: the region keeps the choice of its first backward for every number of rows, or for every policy.
+    model, x = mlp(), batch()
+    region = compiled(model)
+    for kept, policy in (
+        (4, None),
+        (40, None),
+        (31, None),
+        (32, None),
+        (8, "rows"),
+        (8, "exact"),
+        (8, None),
+        (1, None),
+    ):
+        found = gradient(region, x, kept, policy)
+        torch.testing.assert_close(found, gradient(model, x, kept, policy))
+        projected = policy == "rows" or (policy is None and kept >= 32)
+        assert torch.allclose(found, gradient(model, x, kept, "plain")) != projected
 
 
 @pytest.mark.usefixtures("unwarned")
 def test_a_warning_that_a_filter_made_an_error_is_no_failed_trace():
     # Red: the region runs at full size from there on.
-    model, x = Compiled(mlp()), torch.randn(N, 10, dtype=torch.float64)
+    model, x = compiled(mlp()), batch()
     with pytest.raises(UserWarning, match="batchnorm=None meets"):  # as pyproject.toml asks for
-        gradient(model, lambda losses: rowprop.pick(losses, torch.arange(40)), x)
+        gradient(model, x, 40)
     with rowprop.watch() as report:
-        gradient(model, lambda losses: rowprop.pick(losses, torch.arange(40)), x)
+        gradient(model, x, 40)
     assert not report.densified
 
 
 # --- those who pass it on ---------------------------------------------------------------------------------------------
 
 
-def losses_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().sum(1)
+def losses_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum(1)
 
 
 @pytest.mark.parametrize(("keep", "status"), [(0.125, "exact"), (0.5, "by design")])
 def test_verify_takes_the_default_and_tells_the_projection(keep: float, status: str):
     # Red: verify's default is "rows", or it knows the projection of "rows" only.
-    result = rowprop.verify(mlp(), torch.randn(N, 10, dtype=torch.float64), losses_of, keep=keep)
+    result = rowprop.verify(mlp(), batch(), losses_of, keep=keep)
     assert (result.batchnorm, result.status) == (None, status)
     assert ("projected over the kept rows" in result.verdict) == (status == "by design")
 
@@ -243,7 +230,7 @@ def test_verify_takes_the_default_and_tells_the_projection(keep: float, status: 
 def test_the_step_takes_the_default():
     # Red: Sliced has another default than pick.
     assert Sliced().batchnorm is None
-    model, x = mlp(), torch.randn(N, 10, dtype=torch.float64)
+    model, x = mlp(), batch()
     loss, record = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.125), engine="sliced")(x)
     loss.backward()
     expected = torch.autograd.grad(losses_of(model, x)[record.selection.rows].mean(), list(model.parameters()))
@@ -253,5 +240,5 @@ def test_the_step_takes_the_default():
 
 def test_the_plan_names_the_default():
     # Red: the plan calls the gradient of None the same as plain indexing's.
-    plan = rowprop.plan(mlp(), torch.randn(N, 10, dtype=torch.float64), losses_of, keep=0.5, rounds=1)
+    plan = rowprop.plan(mlp(), batch(), losses_of, keep=0.5, rounds=1)
     assert {way.gradient for way in plan.ways if way.engine == "sliced"} == {"by policy"}

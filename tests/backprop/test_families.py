@@ -17,17 +17,10 @@ from decoders import DECODERS, MASKS, PACKED, SOME, Decoder, keep_of
 from families import ENTRIES, PAGE, SINGLE, TIMM, TORCHVISION, TRANSFORMERS, frozen_entry
 from rowprop.backprop.zeros import MOST
 from rowprop.host import waits
-from zoo import KEEP, ROWS, Backward, Entry, errors, masked, skipping, sliced
+from zoo import KEEP, ROWS, TOLERANCE, Backward, Entry, assert_same, masked, skipping, sliced
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 installed = all(find_spec(package) for package in ("torchvision", "timm", "transformers"))
 needs_packages = pytest.mark.skipif(not installed, reason="torchvision, timm, transformers: see nox -s families")
-
-
-def check_gradients(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
-    tolerance = TOLERANCE[torch.float32 if entry.name in SINGLE else dtype]
-    for name, error in errors(masked(entry, dtype, rows), sliced(entry, dtype, rows)).items():
-        assert error <= tolerance, name
 
 
 @needs_packages
@@ -37,19 +30,19 @@ def check_gradients(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...]) -> 
 def test_pick_is_plain_indexing_at_a_share_of_the_cost(entry: Entry):
     fixed = frozen_entry(entry)
     full, part = masked(fixed, torch.float32), sliced(fixed, torch.float32)
-    for name, error in errors(full, part).items():
-        assert error <= TOLERANCE[torch.float32], name
+    assert_same(full, part)
     assert full.flops.total_flops > 0
     assert set(full.flops.uncounted) <= set(entry.uncounted)
     assert set(part.report.densified) == set(entry.densifies), part.report
     assert part.flops.total_flops <= full.flops.total_flops * (1.01 if entry.densifies else KEEP * entry.share + 0.02)
 
     if SINGLE.get(entry.name) != "only":
-        for rows in (ROWS, (5,)):
-            check_gradients(fixed, torch.float64, rows)
-        model, _ = entry.make(torch.float64)
-        if any(isinstance(m, _BatchNorm) for m in model.modules()):
-            check_gradients(entry, torch.float64, ROWS)
+        tolerance = TOLERANCE[torch.float32 if entry.name in SINGLE else torch.float64]
+        cases = [(fixed, torch.float64, ROWS), (fixed, torch.float64, (5,))]
+        if any(isinstance(m, _BatchNorm) for m in entry.make(torch.float64)[0].modules()):
+            cases.append((entry, torch.float64, ROWS))
+        for case in cases:
+            assert_same(masked(*case), sliced(*case), tolerance)
 
 
 @needs_packages
@@ -62,8 +55,7 @@ def test_zeros_of_the_output_cost_as_picked_rows(entry: Entry):
         if not rows:
             assert not any(grad is not None and grad.any() for grad in part.grads.values())
             continue
-        for name, error in errors(full, part).items():
-            assert error <= TOLERANCE[torch.float32], name
+        assert_same(full, part)
         if len(rows) < 8 and not waits(torch.device("cpu")):  # a device does not count the tokens of each row (Mamba)
             picked = sliced(fixed, torch.float32, rows)
             assert part.flops.total_flops <= 1.05 * picked.flops.total_flops
@@ -96,11 +88,10 @@ def tolerance_of(decoder: Decoder, dtype: torch.dtype) -> float:
 
 
 def check_same(expected: Backward, actual: Backward, tolerance: float) -> None:
-    if not any(grad is not None and grad.any() for grad in expected.grads.values()):  # nothing was kept
+    if any(grad is not None and grad.any() for grad in expected.grads.values()):
+        assert_same(expected, actual, tolerance)
+    else:  # nothing was kept
         assert all(torch.equal(actual.grads[name], grad) for name, grad in expected.grads.items())
-        return
-    for name, error in errors(expected, actual).items():
-        assert error <= tolerance, name
 
 
 @needs_packages

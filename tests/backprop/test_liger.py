@@ -11,7 +11,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from test_pick import N, gradients
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,23 +21,14 @@ if not (find_spec("liger_kernel") and find_spec("triton") and os.environ.get("TR
 
 from liger_kernel import ops
 
-T, C, V = 3, 8, 11
+N, T, C, V = 8, 3, 8, 11
+ROWS = torch.tensor([6, 1, 6])
 
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
     import numpy as np
     import triton.language as tl
-    from liger_kernel.ops import (
-        cross_entropy,
-        dyt,
-        fused_add_rms_norm,
-        geglu,
-        group_norm,
-        layer_norm,
-        poly_norm,
-        rms_norm,
-    )
     from triton.runtime import autotuner, interpreter
 
     right = interpreter._implicit_cvt
@@ -50,169 +40,131 @@ def _interpreter(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
     monkeypatch.setattr(autotuner.Autotuner, "_bench", lambda *args, **options: [1.0] * 3)
-    for module in (cross_entropy, dyt, geglu):
-        monkeypatch.setattr(module, "tanh", lambda x: 2 * tl.sigmoid(2 * x) - 1)
-    for module in (fused_add_rms_norm, group_norm, layer_norm, poly_norm, rms_norm):
-        monkeypatch.setattr(module, "rsqrt", lambda x: 1 / tl.sqrt(x))
-    monkeypatch.setattr(dyt, "infer_device", lambda: "npu")  # it counts a device's processors, for CUDA, XPU and NPU
+    for module in ("cross_entropy", "dyt", "geglu"):
+        monkeypatch.setattr(f"liger_kernel.ops.{module}.tanh", lambda x: 2 * tl.sigmoid(2 * x) - 1)
+    for module in ("fused_add_rms_norm", "group_norm", "layer_norm", "poly_norm", "rms_norm"):
+        monkeypatch.setattr(f"liger_kernel.ops.{module}.rsqrt", lambda x: 1 / tl.sqrt(x))
+    # It counts a device's processors, for CUDA, XPU and NPU.
+    monkeypatch.setattr("liger_kernel.ops.dyt.infer_device", lambda: "npu")
     torch.manual_seed(0)
 
 
-def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape)
+def flat(x: Tensor) -> Tensor:
+    return x.reshape(N * T, -1)
 
 
-CASES = {}
-"""Name -> (the function's class, losses (N,) of the hidden (N, T, C) and of three vectors of C parameters)."""
+def by_rows(x: Tensor) -> Tensor:
+    return x.view(N, -1)
 
 
-def case(name, function):
-    def enter(losses):
-        CASES[name] = function, losses
-        return losses
-
-    return enter
+def one(*more):
+    """A function of one hidden state (N, T, C)."""
+    return lambda run, h, a, b, c: run((h * a).sin(), *more)
 
 
-def elementwise(name, function, *more, inputs=1):
-    """A function of one or two hidden states (N, T, C)."""
-
-    @case(name, function)
-    def losses(h, a, b, c):
-        return function.apply(*((h * a).sin(), h.cos())[:inputs], *more).square().sum((1, 2))
+def two(*more):
+    return lambda run, h, a, b, c: run((h * a).sin(), h.cos(), *more)
 
 
-elementwise("ReLU squared", ops.LigerReLUSquaredFunction)
-elementwise("softmax", ops.LigerSoftmaxFunction)
-elementwise("sparsemax", ops.LigerSparsemaxFunction, -1)
-elementwise("sparsemax over time", ops.LigerSparsemaxFunction, 1)
-elementwise("SwiGLU", ops.LigerSiLUMulFunction, inputs=2)
-elementwise("SwiGLU, scaled", ops.LigerSiLUMulFunction, 0.5, 2.0, inputs=2)
-elementwise("GEGLU", ops.LigerGELUMulFunction, inputs=2)
-
-
-@case("SwiGLU of one tensor", ops.LigerFusedGateUpSiLUMulFunction)
-def _(h, a, b, c):
-    return ops.LigerFusedGateUpSiLUMulFunction.apply((h * a).view(N * T, C), True).view(N, -1).square().sum(1)
-
-
-@case("RMSNorm", ops.LigerRMSNormFunction)
-def _(h, a, b, c):
-    return (h + ops.LigerRMSNormFunction.apply(h, a, 1e-6).sin()).square().sum((1, 2))
-
-
-@case("RMSNorm without a weight", ops.LigerRMSNormFunction)
-def _(h, a, b, c):
-    return (ops.LigerRMSNormFunction.apply(h * a, None, 1e-6) * b).square().sum((1, 2))
-
-
-@case("RMSNorm with a sum", ops.LigerFusedAddRMSNormFunction)
-def _(h, a, b, c):
-    y, total = ops.LigerFusedAddRMSNormFunction.apply(h.sin(), h * b, a, 1e-6)
-    return (y * c + total).square().sum((1, 2))
-
-
-@case("LayerNorm", ops.LigerLayerNormFunction)
-def _(h, a, b, c):
-    return (ops.LigerLayerNormFunction.apply(h, a, b, 1e-6) * c).square().sum((1, 2))
-
-
-@case("GroupNorm", ops.LigerGroupNormFunction)
-def _(h, a, b, c):
-    x = h.transpose(1, 2)  # (N, C, T)
-    return (ops.LigerGroupNormFunction.apply(x, a, b, C, 2, 1e-6) * c[:, None]).square().sum((1, 2))
-
-
-@case("PolyNorm", ops.LigerPolyNormFunction)
-def _(h, a, b, c):
-    return (ops.LigerPolyNormFunction.apply(h, a[:3], b[0], 1e-6) * c).square().sum((1, 2))
-
-
-@case("DyT", ops.LigerDyTFunction)
-def _(h, a, b, c):
-    return ops.LigerDyTFunction.apply(h, a[:1], b, c).square().sum((1, 2))
-
-
-@case("embedding", ops.LigerEmbeddingFunction)
-def _(h, a, b, c):
-    words = torch.arange(N * T).view(N, T) % V
-    table = torch.linspace(-1, 1, V)[:, None] * a
-    return (ops.LigerEmbeddingFunction.apply(table, words) * h).sin().sum((1, 2))
-
-
-def rotated(name, function, angles, dims=(0, 2, 1, 3), keys=True):
-    @case(name, function)
-    def losses(h, a, b, c):
+def rotated(angles, dims=(0, 2, 1, 3), keys=True):
+    def losses(run, h, a, b, c):
         query, key = ((h * v).view(N, T, 1, C).expand(N, T, 2, C).sin().permute(dims) for v in (a, b))
-        query, key = function.apply(query, key, *angles)
-        return (query * c).exp().sum((1, 2, 3)) + (key.square().sum((1, 2, 3)) if keys else 0)
+        query, key = run(query, key, *angles)
+        return torch.cat([by_rows((query * c).exp().contiguous()), *([by_rows(key.contiguous())] if keys else [])], 1)
+
+    return losses
 
 
-shared, own = ((drawn(1, T, C), drawn(1, T, C)), (drawn(N, T, C), drawn(N, T, C)))
-rotated("RoPE", ops.LigerRopeFunction, shared)
-rotated("RoPE, positions of its own per row", ops.LigerRopeFunction, own)
-rotated("RoPE, keys not used", ops.LigerRopeFunction, own, keys=False)
-rotated("RoPE of Llama 4", ops.LigerLlama4RopeFunction, (torch.randn(T, C // 2, dtype=torch.complex64),), (0, 1, 2, 3))
-rotated("RoPE of Qwen2-VL", ops.LigerQwen2VLMRopeFunction, (drawn(3, N, T, C), drawn(3, N, T, C), [1, 1, 2]))
+def embedding(run, h, a, b, c):
+    words = torch.arange(N * T).view(N, T) % V
+    return (run(torch.linspace(-1, 1, V)[:, None] * a, words) * h).sin()
 
 
-def targets() -> Tensor:
-    target = torch.arange(N * T) * 5 % C
-    target[4] = -100  # no target
-    return target
+TARGETS = (torch.arange(N * T) * 5 % C).index_fill(0, torch.tensor([4]), -100)
+"""One of them is none."""
 
 
-@case("cross-entropy", ops.LigerCrossEntropyFunction)
-def _(h, a, b, c):
-    logits = (h * a).view(N * T, C)
-    loss, *_ = ops.LigerCrossEntropyFunction.apply(logits, targets(), c.detach().abs(), -100, 1e-3, 0.1, "none", 20.0)
-    return loss.view(N, T).mean(1)
+def head(b):
+    return torch.linspace(-1, 1, C * C).view(C, C).sin() * b
 
 
-@case("cross-entropy, with its statistics", ops.LigerCrossEntropyFunction)
-def _(h, a, b, c):
-    loss, *_ = ops.LigerCrossEntropyFunction.apply(
-        (h * a).view(N * T, C), targets(), None, -100, 1e-3, 0.0, "none", None, True, True, True
+def chunked(run, h, a, b, c, extra=1e-3, smoothing=0.1):
+    return by_rows(run(flat(h * a), head(b), TARGETS, c, None, -100, extra, smoothing, "none")[0])
+
+
+def cross_entropy(run, h, a, b, c):
+    return by_rows(run(flat(h * a), TARGETS, c.detach().abs(), -100, 1e-3, 0.1, "none", 20.0)[0])
+
+
+def statistics(run, h, a, b, c):
+    return by_rows(run(flat(h * a), TARGETS, None, -100, 1e-3, 0.0, "none", None, True, True, True)[0])
+
+
+def drawn(*shape: int, **options) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), **options)
+
+
+def divergence(*more, log=True):
+    other = drawn(N * T, C).softmax(-1)
+    return lambda run, h, a, b, c: by_rows(
+        run(flat(h * a).log_softmax(-1) if log else flat(h * a).softmax(-1), other, *more)
     )
-    return loss.view(N, T).mean(1)
 
 
-@case("linear and cross-entropy", ops.LigerFusedLinearCrossEntropyFunction)
-def _(h, a, b, c):
-    head = torch.linspace(-1, 1, C * C).view(C, C).sin() * b
-    loss, *_ = ops.LigerFusedLinearCrossEntropyFunction.apply(
-        (h * a).view(N * T, C), head, targets(), c, None, -100, 1e-3, 0.1, "none"
-    )
-    return loss.view(N, T).mean(1)
-
-
-def divergence(name, function, *more):
-    @case(name, function)
-    def losses(h, a, b, c):
-        first, second = (h * a).log_softmax(-1).view(N * T, C), drawn(N * T, C).softmax(-1)
-        first = first.exp() if function is ops.LigerTVDLossFunction else first
-        torch.manual_seed(3)
-        return function.apply(first, second, *more).view(N, -1).square().sum(1)
-
-
-divergence("KL divergence", ops.LigerKLDivLossFunction, "none")
-divergence("total variation", ops.LigerTVDLossFunction, None, "none")
+shared, own = (drawn(1, T, C), drawn(1, T, C).cos()), (drawn(N, T, C), drawn(N, T, C).cos())
+complex_angles = (drawn(T, C // 2, dtype=torch.complex64),)
+three_angles = (drawn(3, N, T, C), drawn(3, N, T, C).cos(), [1, 1, 2])
+CASES = {
+    "ReLU squared": (ops.LigerReLUSquaredFunction, one()),
+    "softmax": (ops.LigerSoftmaxFunction, one()),
+    "sparsemax": (ops.LigerSparsemaxFunction, one(-1)),
+    "sparsemax over time": (ops.LigerSparsemaxFunction, one(1)),
+    "SwiGLU": (ops.LigerSiLUMulFunction, two()),
+    "SwiGLU, scaled": (ops.LigerSiLUMulFunction, two(0.5, 2.0)),
+    "SwiGLU of one tensor": (
+        ops.LigerFusedGateUpSiLUMulFunction,
+        lambda run, h, a, b, c: by_rows(run(flat(h * a), True)),
+    ),
+    "GEGLU": (ops.LigerGELUMulFunction, two()),
+    "RMSNorm": (ops.LigerRMSNormFunction, lambda run, h, a, b, c: h + run(h, a, 1e-6).sin()),
+    "RMSNorm without a weight": (ops.LigerRMSNormFunction, lambda run, h, a, b, c: run(h * a, None, 1e-6) * b),
+    "RMSNorm with a sum": (
+        ops.LigerFusedAddRMSNormFunction,
+        lambda run, h, a, b, c: torch.add(*[x * v for x, v in zip(run(h.sin(), h * b, a, 1e-6), (c, 1), strict=True)]),
+    ),
+    "LayerNorm": (ops.LigerLayerNormFunction, lambda run, h, a, b, c: run(h, a, b, 1e-6) * c),
+    "GroupNorm": (ops.LigerGroupNormFunction, lambda run, h, a, b, c: run(h.mT, a, b, C, 2, 1e-6) * c[:, None]),
+    "PolyNorm": (ops.LigerPolyNormFunction, lambda run, h, a, b, c: run(h, a[:3], b[0], 1e-6) * c),
+    "DyT": (ops.LigerDyTFunction, lambda run, h, a, b, c: run(h, a[:1], b, c)),
+    "embedding": (ops.LigerEmbeddingFunction, embedding),
+    "RoPE": (ops.LigerRopeFunction, rotated(shared)),
+    "RoPE, positions of its own per row": (ops.LigerRopeFunction, rotated(own)),
+    "RoPE, keys not used": (ops.LigerRopeFunction, rotated(own, keys=False)),
+    "RoPE of Llama 4": (ops.LigerLlama4RopeFunction, rotated(complex_angles, (0, 1, 2, 3))),
+    "RoPE of Qwen2-VL": (ops.LigerQwen2VLMRopeFunction, rotated(three_angles)),
+    "cross-entropy": (ops.LigerCrossEntropyFunction, cross_entropy),
+    "cross-entropy, with its statistics": (ops.LigerCrossEntropyFunction, statistics),
+    "linear and cross-entropy": (ops.LigerFusedLinearCrossEntropyFunction, chunked),
+    "KL divergence": (ops.LigerKLDivLossFunction, divergence("none")),
+    "total variation": (ops.LigerTVDLossFunction, divergence(None, "none", log=False)),
+}
+"""The function's class, and what it makes of the hidden (N, T, C) and of three vectors of C parameters: (N, ...)."""
 
 
 def compared(losses, rows, truth=None):
     """The report of a pick whose gradients equal those of plain indexing, into the same losses or into the truth."""
     x = torch.linspace(-2, 2, N * T * 5).view(N, T, 5).sin()
-    w = (torch.randn(5, C) * 0.7).requires_grad_()
-    vectors = [(torch.rand(C) + 0.5).requires_grad_() for _ in range(3)]
+    leaves = [(torch.randn(5, C) * 0.7).requires_grad_(), *((torch.rand(C) + 0.5).requires_grad_() for _ in range(3))]
 
-    def run(losses, take):
-        torch.manual_seed(3)
-        return take(losses(x @ w, *vectors)).mean()
+    def gradients(losses, take):
+        w, *vectors = leaves
+        made = losses(x @ w, *vectors)
+        taken = take(made if made.ndim == 1 else made.flatten(1).square().sum(1), rows)
+        return torch.autograd.grad(taken.mean(), leaves, allow_unused=True)
 
-    leaves = [w, *vectors]
-    expected = gradients(lambda: run(truth or losses, lambda t: t[rows]), leaves)
+    expected = gradients(truth or losses, lambda losses, rows: losses[rows])
     with rowprop.watch() as report:
-        actual = gradients(lambda: run(losses, lambda t: rowprop.pick(t, rows)), leaves)
+        actual = gradients(losses, rowprop.pick)
     assert expected[0].any()
     for a, e in zip(actual, expected, strict=True):
         assert (a is None) == (e is None)
@@ -220,17 +172,22 @@ def compared(losses, rows, truth=None):
     return report
 
 
+def case(name):
+    function, losses = CASES[name]
+    return function, lambda *given: losses(function.apply, *given)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_liger_runs_on_the_kept_rows(name):
-    function, losses = CASES[name]
-    report = compared(losses, torch.tensor([6, 1, 6]))
+    function, losses = case(name)
+    report = compared(losses, ROWS)
     assert report.sliced[function.__name__] == 1
     assert not report.densified, report
 
 
 @pytest.mark.parametrize("name", ["RMSNorm", "RoPE, positions of its own per row", "linear and cross-entropy"])
 def test_liger_runs_on_a_single_row(name):
-    assert not compared(CASES[name][1], torch.tensor([5])).densified
+    assert not compared(case(name)[1], torch.tensor([5])).densified
 
 
 def rms_norm(h, a):
@@ -247,63 +204,47 @@ def test_a_gradient_that_another_layer_shares_is_not_written_to(layer):
     # Liger writes over it, so plain indexing is wrong here; in the truth, the layer has a gradient of its own.
     # Red when: `in_place` stays as it is; the rotations get the gradients themselves.
     def losses(h, a, b, c):
-        return ((h * b).sin() + layer(h, a)).square().sum((1, 2))
+        return (h * b).sin() + layer(h, a)
 
     def truth(h, a, b, c):
-        return ((h * b).sin() + layer(h, a) * 1.0).square().sum((1, 2))
+        return (h * b).sin() + layer(h, a) * 1.0
 
-    assert not compared(losses, torch.tensor([6, 1, 6]), truth).densified
-
-
-def softmax_over_rows(h, a, b, c):
-    return ops.LigerSoftmaxFunction.apply((h * a).sum((1, 2))) * h.sum((1, 2))
-
-
-def sparsemax_over_rows(h, a, b, c):
-    return ops.LigerSparsemaxFunction.apply(h * a, 0).square().sum((1, 2))
+    assert not compared(losses, ROWS, truth).densified
 
 
 def statistics_in_the_loss(h, a, b, c):
     loss, squared, *_ = ops.LigerCrossEntropyFunction.apply(
-        (h * a).view(N * T, C), targets(), None, -100, 1e-3, 0.0, "none", None, True
+        flat(h * a), TARGETS, None, -100, 1e-3, 0.0, "none", None, True
     )
-    return (loss + squared).view(N, T).mean(1)
+    return by_rows(loss + squared)
 
 
-def time_first(h, a, b, c):
-    return ops.LigerRMSNormFunction.apply(h.transpose(0, 1), a, 1e-6).sin().sum((0, 2))
+OWN_DIMENSION = "works over the rows' own dimension"
+ELSEWHERE = {
+    "softmax": (lambda h, a, b, c: ops.LigerSoftmaxFunction.apply((h * a).sum((1, 2))) * h.sum((1, 2)), OWN_DIMENSION),
+    "sparsemax": (lambda h, a, b, c: ops.LigerSparsemaxFunction.apply(h * a, 0), OWN_DIMENSION),
+    "statistics": (statistics_in_the_loss, "of an output that is declared with None"),
+    "time first": (
+        lambda h, a, b, c: rms_norm(h.transpose(0, 1), a).sin().sum((0, 2)),
+        "the rows lie in dimension 1 of an output that is declared with 0",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("losses", "reason"),
-    [
-        (softmax_over_rows, "works over the rows' own dimension"),
-        (sparsemax_over_rows, "works over the rows' own dimension"),
-        (statistics_in_the_loss, "of an output that is declared with None"),
-        (time_first, "the rows lie in dimension 1 of an output that is declared with 0"),
-    ],
-)
-def test_where_the_rows_are_elsewhere_liger_runs_at_full_size(losses, reason):
-    densified = compared(losses, torch.tensor([6, 1, 6])).densified
-    assert reason in next(iter(densified.values())).reason and set(densified) - {"add.Tensor"} == {
-        next(iter(densified))
-    }
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_where_the_rows_are_elsewhere_liger_runs_at_full_size(name):
+    losses, reason = ELSEWHERE[name]
+    densified = compared(losses, ROWS).densified
+    first, *others = densified
+    assert reason in densified[first].reason and set(others) <= {"add.Tensor"}
 
 
 def test_the_fused_loss_is_torchs_own():
     # Plain indexing goes through the same function; this goes through none of Liger's.
     def torchs(h, a, b, c):
-        head = torch.linspace(-1, 1, C * C).view(C, C).sin() * b
-        return F.cross_entropy((h * a).view(N * T, C) @ head.T + c, targets(), reduction="none").view(N, T).mean(1)
+        return by_rows(F.cross_entropy(flat(h * a) @ head(b).T + c, TARGETS, reduction="none"))
 
-    def ligers(h, a, b, c):
-        head = torch.linspace(-1, 1, C * C).view(C, C).sin() * b
-        loss, *_ = ops.LigerFusedLinearCrossEntropyFunction.apply(
-            (h * a).view(N * T, C), head, targets(), c, None, -100, 0.0, 0.0, "none"
-        )
-        return loss.view(N, T).mean(1)
+    def ligers(*given):
+        return chunked(ops.LigerFusedLinearCrossEntropyFunction.apply, *given, extra=0.0, smoothing=0.0)
 
-    h, rows = torch.randn(N, T, C), torch.tensor([6, 1])
-    leaves = [(torch.rand(C) + 0.5).requires_grad_() for _ in range(3)]
-    expected = gradients(lambda: torchs(h, *leaves)[rows].mean(), leaves)
-    torch.testing.assert_close(gradients(lambda: rowprop.pick(ligers(h, *leaves), rows).mean(), leaves), expected)
+    assert not compared(ligers, torch.tensor([6, 1]), torchs).densified

@@ -13,10 +13,10 @@ import threads
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.mark.parametrize("first", [0, 100, 200, 800])
+@pytest.mark.parametrize("first", [400, 500, 700, 900])
 def test_random_programs_have_the_gradients_of_plain_indexing(first: int):
-    # Red: program 175 where gathers are known again by their address alone, also under an unpack hook; program 897
-    # where a write through a view copies whole sequences over tokens.
+    # Red: without the padding index of an embedding. Once, by programs of other numbers: where gathers were known again
+    # by their address alone, also under an unpack hook; where a write through a view copied sequences over tokens.
     assert not [fault for seed in range(first, first + 100) if (fault := programs.compare(seed))]
 
 
@@ -40,7 +40,7 @@ def test_every_step_can_be_done():
             p.made.append(p.made[0] * 2)
             try:
                 p.run(f"0: {name}", programs.STEPS[name])
-            except (RuntimeError, IndexError, ValueError, TypeError, AssertionError, AttributeError):
+            except programs.REFUSED:
                 continue
             done[name] += 1
             break

@@ -14,7 +14,7 @@ from torch.utils import backend_registration
 
 import rowprop
 from accelerator import Waits
-from waits import BEGIN, END, PAGE, tables
+from waits import BEGIN, END, LATE, PAGE, tables
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -73,26 +73,22 @@ def test_a_step_with_a_fixed_count_waits_for_nothing(found):
     none = {name for name, _, _, seen in found["selectors"] if not seen}
     assert {"TopK", "RandomRows", "RankSampling", "TopBottom", "Everything"} <= none
     assert found["engines"]["sliced"][2] == found["engines"]["masked"][2] == found["engines"]["recompute"][2] == []
-    assert set(found["engines"]["sliced"][0]) == {
-        "event in step.selective.check"
-    }  # a late look, behind a queued backward
+    assert set(found["engines"]["sliced"][0]) == {LATE}  # a late look, behind a queued backward
     assert found["parts"]["`pick`, indices"] == []
 
 
-def test_a_thinned_step_waits_for_nothing(found):
-    # Gradients of two thinnings meet in it. Red when: their union or BatchNorm's rule counts rows, or the draw reads.
-    waits, keep, _ = found["thinned"]
+@pytest.mark.parametrize("way", ["thinned", "steered"])
+# Gradients of two thinnings meet. Red when: their union or BatchNorm's rule counts rows, the draw reads, or the norms
+# of a backward or the variances of a measurement are read at once.
+def test_a_thinned_step_waits_for_nothing(found, way):
+    waits, keep, measured = found[way]
     assert all(set(step) <= {"event in ThinnedBackward.read"} for step in waits), (
         waits
-    )  # of two backwards ago: it is there
-    assert keep == {"layers.0": 0.25, "layers.1": 0.25, "layers.2": 0.25}
-
-
-def test_a_steered_step_that_measures_waits_for_nothing(found):
-    # Red when: the norms of a backward or the variances of a measurement are read at once.
-    waits, keep, measured = found["steered"]
-    assert all(set(step) <= {"event in ThinnedBackward.read"} for step in waits), waits
-    assert measured > 0 and any(share < 1 for share in keep.values())
+    )  # of two backwards ago: is there
+    if way == "thinned":
+        assert keep == {"layers.0": 0.25, "layers.1": 0.25, "layers.2": 0.25}
+    else:
+        assert measured > 0 and any(share < 1 for share in keep.values())
 
 
 def test_a_selector_waits_where_its_entry_says_so(found):
@@ -103,27 +99,18 @@ def test_a_selector_waits_where_its_entry_says_so(found):
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
-LOOKS = {"experts_index_add", "experts_index_put", "experts_tokens"}
-"""Models whose rules look: each expert gets some of the rows, and only the device knows which."""
 
-
-def test_the_models_of_the_zoo_have_their_gradient_on_a_device(found):
-    # The gradient of plain indexing on the CPU. Red when: a rule makes a tensor on the host (torch.arange without a
-    # device) and mixes it with tensors of the device, or a read chooses the wrong way where nothing can be read.
+def test_the_models_of_the_zoo_on_a_device(found):
+    # They have the gradient of plain indexing on the CPU. Red when: a rule makes a tensor on the host (torch.arange
+    # without a device) and mixes it with tensors of the device, or a read chooses the wrong way where none is possible.
     assert len(found["zoo"]) > 50
     for name, model in found["zoo"].items():
         assert model["error"] < 1e-10, (name, model)
-
-
-def test_their_backward_waits_only_where_rows_are_routed(found):
-    # Red when: a rule reads a count or a flag of the rows.
-    assert {name for name, model in found["zoo"].items() if model["waits"]} == LOOKS
-
-
-MORE = {"vit_written_to": ["copy_"]}
-"""It writes through views of views of tokens: which of them are left is not known without a look."""
-
-
-def test_nothing_densifies_that_does_not_densify_on_the_cpu(found):
-    # Red when: a rule asks for the type of a device, or for values that it could do without.
-    assert {name: model["more"] for name, model in found["zoo"].items() if model["more"]} == MORE
+    # Each expert gets some of the rows, and only the device knows which. Red when: a rule reads a count or a flag.
+    waiting = {name for name, model in found["zoo"].items() if model["waits"]}
+    assert waiting == {"experts_index_add", "experts_index_put", "experts_tokens"}
+    # Views of views of tokens are written through: which of them are left is not known without a look. Red when: a rule
+    # asks for the type of a device, or for values that it could do without.
+    assert {name: model["more"] for name, model in found["zoo"].items() if model["more"]} == {
+        "vit_written_to": ["copy_"]
+    }
