@@ -42,14 +42,9 @@ aten = torch.ops.aten
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # of their results, only the shape is defined
 FRESH = {"zeros_like", "new_zeros", "zero_", "zero"}
 SINGLE = {"_cudnn_rnn_backward"}  # emulated by the CPU's fused LSTM, in single precision whatever the operands are
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.complex128: 1e-9,
-    torch.complex64: 1e-4,
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.04,
-    torch.float16: 0.01,
-}
+DOUBLES = dict.fromkeys([torch.float64, torch.complex128], 1e-9)
+SINGLES = dict.fromkeys([torch.float32, torch.complex64], 1e-4)
+TOLERANCE = DOUBLES | SINGLES | {torch.bfloat16: 0.04, torch.float16: 0.01}
 
 
 # --- what backwards call ----------------------------------------------------------------------------------------------
@@ -162,13 +157,11 @@ def copy_of(tensor: Tensor, order: str = "same") -> Tensor:
 
 
 def record_zoo(recorder: Recorder) -> None:
-    """The zoo's models."""
     for entry in zoo.ENTRIES:
         recorder.run(f"zoo: {entry.name}", lambda: zoo.backward(entry, torch.float32, recorder.take))
 
 
 def record_cases(recorder: Recorder) -> None:
-    """The cases of the rules, and their calls made by hand."""
     for name, channels_last in itertools.product(rule_cases.CASES, (False, True)):
         recorder.run(f"case: {name}", lambda: rule_cases.run(name, recorder.take, channels_last))
     for name, (trailing, op) in rule_cases.DIRECT.items():
@@ -192,7 +185,6 @@ def opinfo_samples(every: int = 1) -> Iterator[tuple[str, Callable[[Any], Any]]]
 
 
 def record_opinfo(recorder: Recorder, every: int = 1) -> None:
-    """Torch's own samples."""
     for name, sample in opinfo_samples(every):
         with suppress(*op_samples.REFUSALS):
             recorder.run(f"torch: {name}", lambda: sample(recorder.take))
@@ -300,24 +292,21 @@ def placings(shapes: Sequence[Sequence[int]], of: Callable[[Sequence[int]], list
     options = [of(shape) for shape in shapes]
     for lead, shape in enumerate(shapes):
         for chosen in options[lead]:
+            from_last = [chosen.at(chosen.dim - len(shape) + len(other)) for other in shapes]
 
-            def fitting(
-                other: int, accept: Callable[[Layout], bool], chosen: Layout = chosen, lead: int = lead
-            ) -> Layout | None:
-                if other == lead:
-                    return chosen
-                same = [x for x in options[other] if x.num_rows == chosen.num_rows]
-                return next((x for x in same if accept(x)), None)
+            def placed(accept: Callable[[Layout, Layout], bool]) -> Placing:
+                """The first layout of each other gradient that is accepted, given its own counted from the last."""
+                fitting: list[Layout | None] = []
+                for other, wanted in enumerate(from_last):
+                    same = (x for x in options[other] if x.num_rows == chosen.num_rows and accept(x, wanted))
+                    fitting.append(chosen if other == lead else next(same, None))
+                return tuple(fitting)
 
-            def from_last(other: int, chosen: Layout = chosen, shape: Sequence[int] = shape) -> Layout:
-                return chosen.at(chosen.dim - len(shape) + len(shapes[other]))
-
-            others = range(len(shapes))
-            found[tuple(fitting(i, lambda x: x == from_last(i)) for i in others)] = None
-            found[tuple(fitting(i, lambda x: x == chosen) for i in others)] = None
-            found[tuple(fitting(i, lambda x: x != from_last(i)) for i in others)] = None
-            found[tuple(fitting(i, lambda x: x not in (chosen, from_last(i))) for i in others)] = None
-            found[tuple(fitting(i, lambda x: False) for i in others)] = None
+            found[placed(lambda x, wanted: x == wanted)] = None
+            found[placed(lambda x, wanted: x == chosen)] = None
+            found[placed(lambda x, wanted: x != wanted)] = None
+            found[placed(lambda x, wanted: x not in (chosen, wanted))] = None
+            found[placed(lambda x, wanted: False)] = None
     return list(found)
 
 
@@ -543,19 +532,12 @@ def differs(actual: Any, expected: Any, relative: float, values: bool = True) ->
 
 @dataclass
 class Findings:
-    """The result of an audit.
+    """The result of an audit."""
 
-    Attributes:
-        cases: For each op, the number of calls that were compared.
-        stayed: For each op, the number of these calls in which it ran on the kept rows.
-        wrong: One line for each call in which a rule was wrong, with the fault.
-        refused: The number of calls that were not compared because the op itself does not take such operands.
-    """
-
-    cases: Counter[str] = field(default_factory=Counter)
-    stayed: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    refused: int = 0
+    cases: Counter[str] = field(default_factory=Counter)  # for each op, the number of calls that were compared
+    stayed: Counter[str] = field(default_factory=Counter)  # in how many of these the op ran on the kept rows
+    wrong: list[str] = field(default_factory=list)  # a line for each call in which a rule was wrong, with the fault
+    refused: int = 0  # the number of calls that were not compared: the op itself does not take such operands
 
     @property
     def unreached(self) -> list[str]:
@@ -586,14 +568,10 @@ def cases_of(call: Call) -> list[Case]:
     if len(found) > POSITIONS_PER_CALL:
         found = random.Random(0).sample(found, POSITIONS_PER_CALL)
     dense = [(None,) * len(shapes)] if "zeros" in call.kinds else []
-    for placing in [*placings(shapes), *dense]:
-        sliced = sum(layout is not None for layout in placing)
-        rows = {layout.num_rows for layout in placing if layout is not None}
-        for variant in VARIANTS:
-            if variant.apart and sliced < 2:
-                continue
-            if rows == {1} and variant.rows not in ("all", "some"):
-                continue
+    for placing, variant in itertools.product([*placings(shapes), *dense], VARIANTS):
+        sizes = [layout.num_rows for layout in placing if layout is not None]
+        alone = set(sizes) == {1} and variant.rows not in ("all", "some")
+        if not alone and not (variant.apart and len(sizes) < 2):
             found.append(Case(call, placing, variant))
     return found
 
@@ -633,15 +611,9 @@ def audit(calls: Iterable[Call], per_op: int | None = None) -> Findings:
 
 @dataclass
 class Met:
-    """An op at which gradients went back to all rows.
+    """An op at which gradients went back to all rows: the calls of each zoo's model and of each op of torch's."""
 
-    Attributes:
-        reasons: For each reason, the number of backwards.
-        models: For each of the zoo's models, the number of calls.
-        samples: The same for torch's own samples, by the op that they are samples of.
-    """
-
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)  # for each reason, the number of backwards
     models: Counter[str] = field(default_factory=Counter)
     samples: Counter[str] = field(default_factory=Counter)
 
