@@ -511,15 +511,16 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-        self.block = nn.Sequential(
-            nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-            nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8),
-        )  # fmt: skip
+        self.stem = self.normed(3)
+        self.block = nn.Sequential(*self.normed(8), nn.ReLU(), *self.normed(8))
         self.head = nn.Linear(8, 5)
 
+    @staticmethod
+    def normed(channels: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x.contiguous(memory_format=torch.channels_last))
+        x = self.stem(x.contiguous(memory_format=torch.channels_last)).relu()
         x = F.max_pool2d((x + self.block(x)).relu(), 2)
         return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
@@ -535,10 +536,6 @@ class Language(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         out = self.block(self.table(tokens))
         return F.linear(out[0] if isinstance(out, tuple) else out, self.table.weight)
-
-
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3))
 
 
 def batch_of(name: str, seed: int) -> tuple[Tensor, Tensor]:
@@ -560,7 +557,7 @@ def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "perceptron": perceptron,
+    "perceptron": lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3)),
     "ResNet": Residual,
     "transformer": partial(Language, recurrent=False),
     "LSTM": partial(Language, recurrent=True),
@@ -596,16 +593,6 @@ def nothing_waits(*but: str) -> Generator[None]:
         if ON_GPU:
             torch.cuda.set_sync_debug_mode("default")
     assert not {*report.waited, *report.densified} - set(but), str(report)
-
-
-@pytest.mark.parametrize("kept", [[1, 4], [3], [0, 2, 2]], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_indices_make_nothing_wait_for_the_device(name: str, kept: list[int]):
-    model, batch, index = built(name), batch_of(name, 0), torch.tensor(kept, device=DEVICE)
-    for timed in (False, True):  # the first time, libraries are loaded
-        losses = losses_of(model, batch)
-        with nothing_waits() if timed else nullcontext():
-            rowprop.pick(losses, index, batchnorm="rows").mean().backward()
 
 
 SELECTORS: dict[str, Callable[[], rowprop.selection.Selector]] = {
@@ -723,7 +710,7 @@ def test_a_captured_step_replays_with_other_data_and_rows(name: str):
         reports.append(report)
 
     replay = captured(run)
-    for seed, rows in ((1, [0, 5]), (2, [3, 2]), (3, [4, 4])):
+    for seed, rows in ((1, [0, 5]), (2, [3, 2]), (3, [4, 4])):  # a wait while the graph is captured is an error
         batch = batch_of(name, seed)
         inputs.copy_(batch[0])
         labels.copy_(batch[1])

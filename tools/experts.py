@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from rule_cases import aten, param
 
 WIDTH, COUNT, CHOICES = 8, 4, 2
-router, gates_up, biases_up, down = EXPERTS = [
-    param(WIDTH, COUNT), param(COUNT, WIDTH, 8), param(COUNT, 8), param(COUNT, 8, WIDTH)
-]  # fmt: skip
+EXPERTS = [param(*shape) for shape in ((WIDTH, COUNT), (COUNT, WIDTH, 8), (COUNT, 8), (COUNT, 8, WIDTH))]
+router, gates_up, biases_up, down = EXPERTS
 
 
 def chosen(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,9 +104,13 @@ UNITED = "the rows that gradients of several picks have together"
 BACK = {"whether tokens are back in the sequences that they came from", "how many kept tokens lie in each sequence"}
 READ = {"the number of kept rows that an index reads", UNITED, *BACK}
 ROUTINGS: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
-    "loop": (loop, READ), "batched": (batched, set()), "every": (every, set()), "places": (places, set()),
-    "gathered": (gathered, READ), "masked": (masked, {"the number of a mask's entries", *READ}),
-}  # fmt: skip
+    "loop": (loop, READ),
+    "batched": (batched, set()),
+    "every": (every, set()),
+    "places": (places, set()),
+    "gathered": (gathered, READ),
+    "masked": (masked, {"the number of a mask's entries", *READ}),
+}
 """Each routing, and what the host may wait for where the values lie on a device."""
 if hasattr(aten, "_grouped_mm"):
     ROUTINGS["grouped_mm"] = grouped, {UNITED, *BACK}

@@ -19,11 +19,6 @@ from torch.nn import functional as F
 import rowprop
 from cuda_cases import (
     CASES,
-    CUDNN,
-    EFFICIENT,
-    EFFICIENT_KERNEL,
-    FLASH,
-    FLASH_KERNEL,
     HEADS,
     SINGLE,
     WIDTH,
@@ -38,7 +33,7 @@ from cuda_cases import (
     flash,
     gradients,
     leaf,
-)  # fmt: skip
+)
 from cuda_kernels import KERNELS, TANH, checked, installed
 from picks import Take, as_indexed, indexed
 from rowprop.backprop.layout import Layout
@@ -57,6 +52,9 @@ ROWS = {
     "mask": torch.arange(N) % 3 == 1,
     "selection": rowprop.Selection(torch.tensor([0, 3, 4]), torch.full((3,), 1 / 3), N),
 }
+
+
+FUSED = {name: CASES[name].op for name in "flash efficient cudnn flash_kernel efficient_kernel".split()}
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +135,7 @@ def test_emulated_kernels_refuse_what_cudas_refuse(what: str):
         call()
 
 
-@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "flash_kernel", "efficient_kernel"])
+@pytest.mark.parametrize("name", FUSED)
 def test_flops(name: str):
     case, index = CASES[name], torch.tensor([1, 4, 5])
     with count_flops() as full:
@@ -170,7 +168,7 @@ def test_every_rule_that_needs_a_kernel_is_put_to_the_test():
 
 def test_a_bias_of_another_shape_than_the_scores_that_needs_a_gradient_densifies():
     # Red when: the sum over the rows that the kernel would have to make of its gradient is taken for rows.
-    op = getattr(aten, EFFICIENT).default
+    op = getattr(aten, FUSED["efficient"]).default
     full, seed = torch.randn(N, HEADS, T, WIDTH), torch.zeros((), dtype=torch.int64)
     g = RowSlice(full[:2], KEPT, Layout(0, N), full.shape)
     rest = full, full, full, torch.zeros(1, HEADS, T, T), full, full[..., 0], seed, seed, 0.0, [True] * 4
@@ -287,7 +285,7 @@ def test_ordinary_ops_are_called_as_cuda_takes_them(name: str, rows: str):
 
 
 @pytest.mark.parametrize("length", ["q", "k"])
-@pytest.mark.parametrize("name", [FLASH_KERNEL, EFFICIENT_KERNEL, FLASH, CUDNN])
+@pytest.mark.parametrize("name", [op for name, op in FUSED.items() if name != "efficient"])
 # Red when: the lengths of packed sequences are looked for in another place, or under one of their two names only.
 def test_packed_sequences_run_on_all_rows(name: str, length: str):
     op = getattr(aten, name).default
@@ -322,11 +320,11 @@ def own(name: str, *more: Any) -> Callable[..., Tensor]:
 
 
 TOKENS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    FLASH: lambda q, k, v: flash(q, k, v, is_causal=True),
-    EFFICIENT: lambda q, k, v: efficient(q, k, v, is_causal=True),
-    CUDNN: lambda q, k, v: cudnn(q, k, v, is_causal=True),
-    FLASH_KERNEL: own("_flash_attention_forward", None, None, T, T, 0.0, True, False),
-    EFFICIENT_KERNEL: own("_efficient_attention_forward", None, None, None, T, T, 0.0, 1, True),
+    FUSED["flash"]: lambda q, k, v: flash(q, k, v, is_causal=True),
+    FUSED["efficient"]: lambda q, k, v: efficient(q, k, v, is_causal=True),
+    FUSED["cudnn"]: lambda q, k, v: cudnn(q, k, v, is_causal=True),
+    FUSED["flash_kernel"]: own("_flash_attention_forward", None, None, T, T, 0.0, True, False),
+    FUSED["efficient_kernel"]: own("_efficient_attention_forward", None, None, None, T, T, 0.0, 1, True),
 }
 SOME = torch.tensor([[1, 0, 0, 1, 0], [0] * 5, [1] * 5, [0, 1, 0, 0, 0], [0, 0, 0, 0, 1], [1, 0, 1, 0, 0]]).bool()
 

@@ -26,24 +26,25 @@ ROWS = [[1, 4], [5], [0, 2, 2, 5], [3, 1, 0]]
 TWO = torch.tensor([1, 4])
 
 # The cases that cannot stay sliced, each with the ops that densify. A case that starts or stops densifying fails.
-MIXED = {
-    "in_place_rows in_place_of_time_first": "as_strided", "ln_over_batch": "native_layer_norm_backward",
-    "gn2d_over_batch_channels_last": "native_group_norm_backward",
-    "max_pool_over_batch": "max_pool2d_with_indices_backward",
-    "avg_pool_over_batch avg_pool_over_lines": "avg_pool2d_backward", "upsample_batch": "upsample_linear1d_backward",
-    "conv_over_batch": "convolution_backward", "t_round t_sign t_trunc": "tanh_backward",
-    "bn_train bn_train_rows_last": "native_batch_norm_backward", "bn_any": "batch_norm_backward",
-    "softmax_batch": "_softmax_backward_data", "emb_freq emb_width": "embedding_dense_backward",
-    "embag_freq embag_width": "_embedding_bag_backward", "index_add_one": "squeeze.dim",
-    "scatter_partial scatter_reduce_each": "add.Tensor gather", "gather_partial": "add.Tensor scatter_add",
-    "gather_each": "scatter_add", "sortbatch": "scatter.src", "catb fft": "slice.Tensor", "roll_none": "roll",
-    "cumsumb cumprod_rows": "cumsum", "put": "put", "select_scatter_row": "select_scatter", "rot90_rows": "rot90",
-    "lcse": "gt.Scalar log",
-    # a sum over all rows comes back to each of them
-    "masked_select max_batch maxall meanall mean0 stdall einsum2 xxt dot mm_batchcontract": "add.Tensor",
-    "rms_over_batch mask_set_zero": "add.Tensor",
-}  # fmt: skip
-DENSIFIES = {name: set(ops.split()) for names, ops in MIXED.items() for name in names.split()}
+# Where "add.Tensor" densifies, a sum over all rows comes back to each of them.
+MIXED = """
+in_place_rows in_place_of_time_first: as_strided; ln_over_batch: native_layer_norm_backward; put: put; roll_none: roll
+gn2d_over_batch_channels_last: native_group_norm_backward; max_pool_over_batch: max_pool2d_with_indices_backward
+avg_pool_over_batch avg_pool_over_lines: avg_pool2d_backward; upsample_batch: upsample_linear1d_backward
+conv_over_batch: convolution_backward; t_round t_sign t_trunc: tanh_backward; softmax_batch: _softmax_backward_data
+bn_train bn_train_rows_last: native_batch_norm_backward; bn_any: batch_norm_backward; catb fft: slice.Tensor
+emb_freq emb_width: embedding_dense_backward; embag_freq embag_width: _embedding_bag_backward; gather_each: scatter_add
+index_add_one: squeeze.dim; scatter_partial scatter_reduce_each: add.Tensor gather; rot90_rows: rot90
+gather_partial: add.Tensor scatter_add; sortbatch: scatter.src; cumsumb cumprod_rows: cumsum; lcse: gt.Scalar log
+select_scatter_row: select_scatter
+masked_select max_batch maxall meanall mean0 stdall einsum2 xxt dot mm_batchcontract rms_over_batch: add.Tensor
+mask_set_zero: add.Tensor
+"""
+DENSIFIES = {
+    name: set(ops.split())
+    for names, ops in (entry.split(": ") for entry in MIXED.strip().replace("\n", "; ").split("; "))
+    for name in names.split()
+}
 
 
 @pytest.mark.parametrize("name", CASES)
