@@ -123,8 +123,6 @@ def assert_sliced(report: Report, op: str) -> None:
     assert op in report.sliced or not ON_GPU, str(report)
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
-
 FLASH, EFFICIENT, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
 OPS = {
     FLASH: "_scaled_dot_product_flash_attention_backward",
@@ -205,9 +203,6 @@ def test_a_bias_that_all_rows_share_and_dropout(backend: SDPBackend, rows: str):
     assert set(report.densified) == (set() if shared else {OPS[backend]}) or not (shared or ON_GPU)
 
 
-# --- convolutions and norms ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_convolutions(dtype: torch.dtype, order: torch.memory_format):
@@ -277,8 +272,6 @@ def test_batch_norm_projects_as_on_the_cpu(cudnn: bool, affine: bool, kind: str,
         torch.testing.assert_close(a, e, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * max(float(e.abs().max()), 1e-3))
 
 
-# --- recurrent -------------------------------------------------------------------------------------------------------
-
 LAYERS = {
     "one layer": {},
     "two directions": {"bidirectional": True, "num_layers": 2},
@@ -340,9 +333,6 @@ def test_cells(kind: str, bias: bool):
 
     report = compare(losses_of, [(N, 3, 5)], list(cell.parameters()))
     assert_sliced(report, f"_thnn_fused_{kind}_cell_backward{'_impl' if kind == 'lstm' else ''}")
-
-
-# --- everything else -------------------------------------------------------------------------------------------------
 
 
 def foreach(x: Tensor) -> Tensor:
@@ -501,9 +491,6 @@ def test_a_gradient_scaler_unscales_and_steps():
         return model.weight.detach()
 
     torch.testing.assert_close(trained(rowprop.pick), trained(lambda x, rows: x[rows]), rtol=1e-3, atol=1e-4)
-
-
-# --- models: nothing waits, streams, graphs --------------------------------------------------------------------------
 
 
 class Residual(nn.Module):
@@ -721,9 +708,6 @@ def test_a_captured_step_replays_with_other_data_and_rows(name: str):
         rowprop.pick(losses_of(eager, batch), kept, batchnorm="rows").mean().backward()
         assert_close([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()], 2e-3)
     assert not any(report.densified or report.waited for report in reports)
-
-
-# --- tokens ----------------------------------------------------------------------------------------------------------
 
 
 class Gpt(nn.Module):

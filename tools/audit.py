@@ -47,9 +47,6 @@ SINGLES = dict.fromkeys([torch.float32, torch.complex64], 1e-4)
 TOLERANCE = DOUBLES | SINGLES | {torch.bfloat16: 0.04, torch.float16: 0.01}
 
 
-# --- what backwards call ----------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Call:
     """One call of an op with a gradient among its operands, as some backward made it."""
@@ -188,9 +185,6 @@ def record_opinfo(recorder: Recorder, every: int = 1) -> None:
     for name, sample in opinfo_samples(every):
         with suppress(*op_samples.REFUSALS):
             recorder.run(f"torch: {name}", lambda: sample(recorder.take))
-
-
-# --- the same calls with sliced operands ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -527,9 +521,6 @@ def differs(actual: Any, expected: Any, relative: float, values: bool = True) ->
     return f"is off by {worst:.1e}" if worst > allowed else None
 
 
-# --- the audit --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Findings:
     """The result of an audit."""
@@ -604,9 +595,6 @@ def audit(calls: Iterable[Call], per_op: int | None = None) -> Findings:
             findings.wrong.append(f"{fault}: {case}")
     findings.stayed = +findings.stayed
     return findings
-
-
-# --- what is missing --------------------------------------------------------------------------------------------------
 
 
 @dataclass

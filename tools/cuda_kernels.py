@@ -50,9 +50,6 @@ def installed(*names: str) -> Generator[None]:
         library._destroy()
 
 
-# --- attention: (N, heads, time, width) ------------------------------------------------------------------------------
-
-
 def drawn(scores: Tensor, p: float) -> Tensor:
     """The factors of dropout: a function of the place among all rows."""
     counter = torch.arange(scores.numel()).view(scores.shape)
@@ -272,9 +269,6 @@ def efficient_kernel_backward(g, q, k, v, bias, out, *args, scale=None, **_):
     return *turned(*grads), dbias if bias_grad else torch.empty(0)
 
 
-# --- normalisation, convolution, sampling ----------------------------------------------------------------------------
-
-
 def check_batch_norm(x: Tensor, *parameters: Tensor, g: Tensor | None = None) -> None:
     """``cudnn_batch_norm`` and ``cudnn_batch_norm_backward`` of BatchNorm.cpp."""
     for p in parameters:
@@ -337,8 +331,6 @@ def ctc_loss(scores, targets, steps, lengths, blank, deterministic, zero_infinit
     ones = torch.ones_like(losses)
     return losses, aten._ctc_loss_backward(ones, scores, targets, steps, lengths, losses, alpha, blank, zero_infinity)
 
-
-# --- recurrent layers and cells --------------------------------------------------------------------------------------
 
 LSTM, TANH = 2, 1
 
@@ -458,8 +450,6 @@ def gru_cell_backward(g, workspace, has_bias):
     a, b = torch.cat([dr, dz, dn], 1), torch.cat([dr, dz, dn * r], 1)
     return a, b, g * z, *((a.sum(0), b.sum(0)) if has_bias else (None, None))
 
-
-# --- ops that have a kernel on the CPU as well, if CUDA's asks for more ----------------------------------------------
 
 REQUIREMENTS: dict[str, Callable[..., None]] = {}
 

@@ -98,8 +98,6 @@ def turned(f: Function, x: Tensor) -> Tensor:
     return f(x.transpose(0, 1)).transpose(0, 1)
 
 
-# --- layers, losses ---------------------------------------------------------------------------------------------------
-
 for d, groups in product((1, 2, 3), (1, 2)):
     weight, bias, back = param(4, 4 // groups, *[3] * d), param(4), param(4, 2, *[3] * d)
     conv = partial(getattr(F, f"conv{d}d"), weight=weight, bias=bias, padding=2, dilation=2, groups=groups)
@@ -186,8 +184,6 @@ for kind, batch_first in product(("LSTM", "GRU", "RNN", "mha"), (True, False)):
     f = partial(first_output, layer)
     case(f"{kind}{batch_first}", (N, 3, 4), f if batch_first else partial(turned, f), tuple(layer.parameters()))
 
-# --- attention, pooling, resampling -----------------------------------------------------------------------------------
-
 
 def heads(x: Tensor) -> Tensor:
     """Two heads of width 3."""
@@ -240,7 +236,6 @@ for mode in ("nearest", "bilinear", "bicubic", "nearest-exact", "area"):
 if hasattr(aten, "_upsample_lanczos2d_aa"):
     cases('(N, 3, 6, 6) up_lanczos: F.interpolate(x, size=3, mode="lanczos", antialias=True)')
 
-# --- indices ----------------------------------------------------------------------------------------------------------
 
 cases("""
 (N, 1) emb: F.embedding(ids, emb).sum((1, 2)).unsqueeze(1) * x
@@ -354,7 +349,6 @@ cases("""
 (N, 3) scatter_mean_of_weights: x * w43.index_reduce(0, three, w43[:3].exp(), "mean")[2]
 """)
 
-# --- along dimensions, views, joins, products -------------------------------------------------------------------------
 
 cases("""
 (N, 4, 5) max_dim: x.max(1)[0]; max_dim_t: x.transpose(0, 1).max(0)[0]; amax: x.amax(2); roll: x.roll((1, 2), (1, 2))
@@ -432,7 +426,6 @@ cases("""
 (N, 1, 1) negative_view: torch.linalg.solve_triangular(as_complex(x).conj().imag, x.exp(), upper=True)
 """)
 
-# --- experts, writes in place -----------------------------------------------------------------------------------------
 
 choice = torch.randint(0, 3, (N * 3,))
 
@@ -515,9 +508,6 @@ def run(name: str, take: Function, channels_last: bool) -> list[Tensor | None]:
         p.grad = None
     take(losses).square().sum().backward()
     return [p.grad for p in (scale, *params)]
-
-
-# --- ops called on a sliced gradient of shape (N, *trailing), as formulas or hooks call them --------------------------
 
 
 def sliced(values: Tensor, index: list[int], dim: int = 0, unique: bool = True) -> RowGrad:

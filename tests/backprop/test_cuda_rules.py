@@ -310,9 +310,6 @@ def test_the_tests_for_a_gpu_run_on_the_cpu():
     assert done.returncode == 0 and b" passed" in done.stdout, done.stdout.decode()
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------
-
-
 def own(name: str, *more: Any) -> Callable[..., Tensor]:
     """A kernel's own call, (N, time, heads, width), for (N, heads, time, width)."""
     op = getattr(aten, name)

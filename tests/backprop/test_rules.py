@@ -139,9 +139,6 @@ def test_every_rule_is_put_to_the_test():
     assert untested <= KERNELS.keys() | {"flex_attention_backward"}
 
 
-# --- BatchNorm --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(N, 3, 5, 5), (N, 3), (N, 3, 4)])
 @pytest.mark.parametrize("affine", [True, False])
 # Red when: the parameters' gradients take x-hat as centred on the kept rows, or the input's gradient is not rescaled.
@@ -185,9 +182,6 @@ def test_batchnorm_of_one_outlier_is_finite():
         xhat = (x[7] - x.double().mean(0)) * invstd
         torch.testing.assert_close(w.grad, (upstream[7] * xhat).float(), rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(b.grad, upstream[7])
-
-
-# --- what a gradient claims, and what meets it ------------------------------------------------------------------------
 
 
 def test_the_strides_that_a_gradient_claims_are_those_of_its_dense_form():
@@ -282,6 +276,13 @@ def test_an_index_without_values_is_not_read():
     assert any(entry.reason.startswith("only a look at the device") for entry in report.densified.values())
 
 
+def test_a_full_branch_beside_a_gradient_is_not_read(as_accelerator: None):
+    # Red when: a rule looks whether such a tensor is zeros outside of the formula of cumprod, which fills zeros.
+    with rowprop.watch() as report, torch._C.DisableTorchFunctionSubclass():
+        aten.where(torch.ones(N, 3).bool(), torch.zeros(N, 3), sliced(aux(2, 3), [1, 4]))
+    assert not report.waited and report.densified["where.self"].reason == "the other branch may not be zero"
+
+
 def of_bags(table: Tensor, mode: str, **options: bool) -> Callable[[Take], tuple[Tensor, ...]]:
     bags = partial(F.embedding_bag, ints(9, 2 * N), table, torch.arange(0, 2 * N, 2), mode=mode, **options)
     return summed_gradient(table, lambda take: [take(bags().exp().sum(1), TWO)])
@@ -300,9 +301,6 @@ def test_bags_of_the_largest_entries_read_no_index(as_accelerator: None):
     # Red when: the indices of the kept bags are counted, which waits for the device: the forward noted the entries.
     report = as_indexed(of_bags(param(9, 4), "max"))
     assert not report.densified and not report.waited
-
-
-# --- mixtures of experts, as transformers and others route tokens -----------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(aten, "_grouped_mm"), reason="needs a torch with grouped products")
@@ -353,8 +351,6 @@ def test_routed_tokens_keep_their_rows(routing: str, device: bool, monkeypatch: 
     assert not single or report.sliced["_grouped_mm"] == 8
 
 
-# --- sparse tensors, bad declarations ---------------------------------------------------------------------------------
-
 FROM = "rows would have to be taken from a sparse tensor"
 ALL_ROWS = "a gradient of all rows is added to it: a mean that losses are divided by, or pairs of rows"
 edges = (aux(N, N) > 0.5) * aux(N, N)
@@ -384,7 +380,7 @@ def test_beside_a_sparse_tensor_the_gradient_is_dense_and_equal(name: str):
     f, densified = SPARSE[name]
     x, w = aux(N, 4), nn.Parameter(aux(4, 4))
     step = summed_gradient(w, lambda take: [take(f((x @ w).tanh()).square().sum(1), TWO)])
-    report = as_indexed(step, rtol=1e-5, atol=1e-6)
+    report = as_indexed(step, rtol=1.3e-6, atol=1e-5)
     assert {op: entry.reason for op, entry in report.densified.items()} == densified
 
 
