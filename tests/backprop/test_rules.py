@@ -283,6 +283,14 @@ def test_a_full_branch_beside_a_gradient_is_not_read(as_accelerator: None):
     assert not report.waited and report.densified["where.self"].reason == "the other branch may not be zero"
 
 
+def test_a_value_that_is_not_zero_is_written_to_all_rows(as_host: None):
+    # Red when: what is written at an index counts as zeros without a look.
+    put, g = (torch.tensor([0, 2]), torch.ones(2)), sliced(aux(2, 3), [1, 4])
+    expected = aten.index_put(torch.zeros(N, 3).index_add(0, TWO, aux(2, 3)), [None, put[0]], put[1])
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.testing.assert_close(aten.index_put(g, [None, put[0]], put[1]), expected)
+
+
 def of_bags(table: Tensor, mode: str, **options: bool) -> Callable[[Take], tuple[Tensor, ...]]:
     bags = partial(F.embedding_bag, ints(9, 2 * N), table, torch.arange(0, 2 * N, 2), mode=mode, **options)
     return summed_gradient(table, lambda take: [take(bags().exp().sum(1), TWO)])
