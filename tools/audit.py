@@ -1,7 +1,7 @@
 """The two-sided audit: rules that claim rows wrongly, and ops that have no rule.
 
 A recorder keeps every call that a backward makes on a gradient, with its operands. The backwards are those of the zoo's
-models, of the cases of ``test_rules`` and of torch's own samples. Each call is then made twice: with row-sliced
+models, of the cases of ``rule_cases`` and of torch's own samples. Each call is then made twice: with row-sliced
 operands, whose rows lie wherever the operand's shape allows, and with the same operands scattered into zeros. The
 second outcome is the truth. Autograd never looks at the rows that a gradient holds, so a rule has to be right for any
 rows, whatever the rest of the call is. Rows are also positions of two or three dimensions, next to each other or apart.
@@ -18,7 +18,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+import cuda_cases
+import op_samples
 import rowprop
+import rule_cases
+import zoo
 from cuda_kernels import installed
 from rowprop import host
 from rowprop.backprop.layout import Layout, Part, layout_of
@@ -35,22 +38,13 @@ from rowprop.backprop.rules.registry import RULES, op_name
 from rowprop.backprop.sliced import RowSet, RowSlice, Zeros
 from rowprop.backprop.watch import Report
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "backprop"))  # the cases of test_rules
 aten = torch.ops.aten
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # of their results, only the shape is defined
 FRESH = {"zeros_like", "new_zeros", "zero_", "zero"}
 SINGLE = {"_cudnn_rnn_backward"}  # emulated by the CPU's fused LSTM, in single precision whatever the operands are
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.complex128: 1e-9,
-    torch.complex64: 1e-4,
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.04,
-    torch.float16: 0.01,
-}
-
-
-# --- what backwards call ----------------------------------------------------------------------------------------------
+DOUBLES = dict.fromkeys([torch.float64, torch.complex128], 1e-9)
+SINGLES = dict.fromkeys([torch.float32, torch.complex64], 1e-4)
+TOLERANCE = DOUBLES | SINGLES | {torch.bfloat16: 0.04, torch.float16: 0.01}
 
 
 @dataclass(eq=False)
@@ -160,59 +154,37 @@ def copy_of(tensor: Tensor, order: str = "same") -> Tensor:
 
 
 def record_zoo(recorder: Recorder) -> None:
-    """The zoo's models."""
-    from zoo import ENTRIES, backward
-
-    for entry in ENTRIES:
-        recorder.run(f"zoo: {entry.name}", lambda: backward(entry, torch.float32, recorder.take))
+    for entry in zoo.ENTRIES:
+        recorder.run(f"zoo: {entry.name}", lambda: zoo.backward(entry, torch.float32, recorder.take))
 
 
 def record_cases(recorder: Recorder) -> None:
-    """The cases of ``test_rules``, and its calls made by hand."""
-    from test_rules import CASES, DIRECT, N, run
-
-    for name in CASES:
-        for channels_last in (False, True):
-            recorder.run(f"case: {name}", lambda: run(name, recorder.take, channels_last))
-    for place, (trailing, op) in enumerate(DIRECT):
-        recorder.run(f"direct: {place}", lambda: op(recorder.mark(torch.randn(N, *trailing))))
+    for name, channels_last in itertools.product(rule_cases.CASES, (False, True)):
+        recorder.run(f"case: {name}", lambda: rule_cases.run(name, recorder.take, channels_last))
+    for name, (trailing, op) in rule_cases.DIRECT.items():
+        recorder.run(f"direct: {name}", lambda: op(recorder.mark(torch.randn(rule_cases.N, *trailing))))
 
 
 def record_kernels(recorder: Recorder) -> None:
     """The kernels of CUDA that ``cuda_kernels`` makes for the CPU; they have to be installed."""
-    from test_cuda_rules import CASES, gradients
-
-    for name, case in CASES.items():
-        recorder.run(f"kernel: {name}", lambda: gradients(case, recorder.take))
-
-
-REFUSALS = RuntimeError, TypeError, ValueError, NotImplementedError  # a sample is no plain call, or has no backward
+    for name, case in cuda_cases.CASES.items():
+        recorder.run(f"kernel: {name}", lambda: cuda_cases.gradients(case, recorder.take))
 
 
 def opinfo_samples(every: int = 1) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Torch's own samples: the op's name, and a function that runs a sample, given a way to take rows."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about its samples
-        from test_opinfo import OPS, SAMPLES, forward, gradients
-
-        for op in [op for op, dtype in OPS if dtype is torch.float64][::every]:
-            for sample in itertools.islice(op.sample_inputs("cpu", torch.float64), SAMPLES[torch.float64]):
-                outs: list[Tensor] = []
-                with suppress(*REFUSALS):
-                    _, outs = forward(op, sample)
-                for place, out in enumerate(outs):
-                    if out.ndim and out.numel():
-                        yield op.formatted_name, lambda take: gradients(op, sample, place, 0, take)
+    """Torch's own samples: the op's name, and a function that runs a sample's backward, given a way to take rows."""
+    for op in [op for op, dtype in op_samples.OPS if dtype is torch.float64][::every]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about its samples
+            for _, leaves, outs in op_samples.samples(op, torch.float64):
+                for out in (out for out in outs if out.ndim and out.numel()):
+                    yield op.formatted_name, lambda take: op_samples.gradients(leaves, out, 0, take)
 
 
 def record_opinfo(recorder: Recorder, every: int = 1) -> None:
-    """Torch's own samples."""
     for name, sample in opinfo_samples(every):
-        with suppress(*REFUSALS):
+        with suppress(*op_samples.REFUSALS):
             recorder.run(f"torch: {name}", lambda: sample(recorder.take))
-
-
-# --- the same calls with sliced operands ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -314,24 +286,21 @@ def placings(shapes: Sequence[Sequence[int]], of: Callable[[Sequence[int]], list
     options = [of(shape) for shape in shapes]
     for lead, shape in enumerate(shapes):
         for chosen in options[lead]:
+            from_last = [chosen.at(chosen.dim - len(shape) + len(other)) for other in shapes]
 
-            def fitting(
-                other: int, accept: Callable[[Layout], bool], chosen: Layout = chosen, lead: int = lead
-            ) -> Layout | None:
-                if other == lead:
-                    return chosen
-                same = [x for x in options[other] if x.num_rows == chosen.num_rows]
-                return next((x for x in same if accept(x)), None)
+            def placed(accept: Callable[[Layout, Layout], bool]) -> Placing:
+                """The first layout of each other gradient that is accepted, given its own counted from the last."""
+                fitting: list[Layout | None] = []
+                for other, wanted in enumerate(from_last):
+                    same = (x for x in options[other] if x.num_rows == chosen.num_rows and accept(x, wanted))
+                    fitting.append(chosen if other == lead else next(same, None))
+                return tuple(fitting)
 
-            def from_last(other: int, chosen: Layout = chosen, shape: Sequence[int] = shape) -> Layout:
-                return chosen.at(chosen.dim - len(shape) + len(shapes[other]))
-
-            others = range(len(shapes))
-            found[tuple(fitting(i, lambda x: x == from_last(i)) for i in others)] = None
-            found[tuple(fitting(i, lambda x: x == chosen) for i in others)] = None
-            found[tuple(fitting(i, lambda x: x != from_last(i)) for i in others)] = None
-            found[tuple(fitting(i, lambda x: x not in (chosen, from_last(i))) for i in others)] = None
-            found[tuple(fitting(i, lambda x: False) for i in others)] = None
+            found[placed(lambda x, wanted: x == wanted)] = None
+            found[placed(lambda x, wanted: x == chosen)] = None
+            found[placed(lambda x, wanted: x != wanted)] = None
+            found[placed(lambda x, wanted: x not in (chosen, wanted))] = None
+            found[placed(lambda x, wanted: False)] = None
     return list(found)
 
 
@@ -552,24 +521,14 @@ def differs(actual: Any, expected: Any, relative: float, values: bool = True) ->
     return f"is off by {worst:.1e}" if worst > allowed else None
 
 
-# --- the audit --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Findings:
-    """The result of an audit.
+    """The result of an audit."""
 
-    Attributes:
-        cases: For each op, the number of calls that were compared.
-        stayed: For each op, the number of these calls in which it ran on the kept rows.
-        wrong: One line for each call in which a rule was wrong, with the fault.
-        refused: The number of calls that were not compared because the op itself does not take such operands.
-    """
-
-    cases: Counter[str] = field(default_factory=Counter)
-    stayed: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    refused: int = 0
+    cases: Counter[str] = field(default_factory=Counter)  # for each op, the number of calls that were compared
+    stayed: Counter[str] = field(default_factory=Counter)  # in how many of these the op ran on the kept rows
+    wrong: list[str] = field(default_factory=list)  # a line for each call in which a rule was wrong, with the fault
+    refused: int = 0  # the number of calls that were not compared: the op itself does not take such operands
 
     @property
     def unreached(self) -> list[str]:
@@ -600,14 +559,10 @@ def cases_of(call: Call) -> list[Case]:
     if len(found) > POSITIONS_PER_CALL:
         found = random.Random(0).sample(found, POSITIONS_PER_CALL)
     dense = [(None,) * len(shapes)] if "zeros" in call.kinds else []
-    for placing in [*placings(shapes), *dense]:
-        sliced = sum(layout is not None for layout in placing)
-        rows = {layout.num_rows for layout in placing if layout is not None}
-        for variant in VARIANTS:
-            if variant.apart and sliced < 2:
-                continue
-            if rows == {1} and variant.rows not in ("all", "some"):
-                continue
+    for placing, variant in itertools.product([*placings(shapes), *dense], VARIANTS):
+        sizes = [layout.num_rows for layout in placing if layout is not None]
+        alone = set(sizes) == {1} and variant.rows not in ("all", "some")
+        if not alone and not (variant.apart and len(sizes) < 2):
             found.append(Case(call, placing, variant))
     return found
 
@@ -642,20 +597,11 @@ def audit(calls: Iterable[Call], per_op: int | None = None) -> Findings:
     return findings
 
 
-# --- what is missing --------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Met:
-    """An op at which gradients went back to all rows.
+    """An op at which gradients went back to all rows: the calls of each zoo's model and of each op of torch's."""
 
-    Attributes:
-        reasons: For each reason, the number of backwards.
-        models: For each of the zoo's models, the number of calls.
-        samples: The same for torch's own samples, by the op that they are samples of.
-    """
-
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)  # for each reason, the number of backwards
     models: Counter[str] = field(default_factory=Counter)
     samples: Counter[str] = field(default_factory=Counter)
 
@@ -673,18 +619,16 @@ def as_accelerator() -> Generator[None]:
 
 def waited() -> dict[str, Counter[str]]:
     """For each number that a rule waits for on a device, the waits of each of the zoo's models; all rules are asked."""
-    from test_rules import CASES, run
-
-    from zoo import ENTRIES, sliced
-
     found: dict[str, Counter[str]] = {}
     with as_accelerator():
-        for entry in ENTRIES:
-            for what, times in sliced(entry, torch.float32).report.waited.items():
+        for entry in zoo.ENTRIES:
+            for what, times in zoo.sliced(entry, torch.float32).report.waited.items():
                 found.setdefault(what, Counter())[entry.name] += times
-        for name in CASES:
+        for name in rule_cases.CASES:
             with rowprop.watch() as report:
-                run(name, lambda losses: rowprop.pick(losses, torch.tensor([1, 4]), batchnorm="exact"), False)
+                rule_cases.run(
+                    name, lambda losses: rowprop.pick(losses, torch.tensor([1, 4]), batchnorm="exact"), False
+                )
             for what in report.waited:
                 found.setdefault(what, Counter())
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
@@ -707,8 +651,6 @@ def missing(every: int = 1) -> dict[str, Met]:
 
     Of torch's ops, one in ``every`` is asked.
     """
-    from zoo import ENTRIES, sliced
-
     found: dict[str, Met] = {}
 
     def note(report: Report, where: str, corpus: str) -> None:
@@ -717,10 +659,10 @@ def missing(every: int = 1) -> dict[str, Met]:
             met.reasons[densified.reason] += 1
             getattr(met, corpus)[where] += densified.count
 
-    for entry in ENTRIES:
-        note(sliced(entry, torch.float32).report, entry.name, "models")
+    for entry in zoo.ENTRIES:
+        note(zoo.sliced(entry, torch.float32).report, entry.name, "models")
     for name, sample in opinfo_samples(every):
-        with rowprop.watch() as report, suppress(*REFUSALS):
+        with rowprop.watch() as report, suppress(*op_samples.REFUSALS):
             sample(lambda losses: rowprop.pick(losses, torch.tensor([len(losses) - 1]), batchnorm="exact"))
         note(report, name, "samples")
     return dict(sorted(found.items(), key=lambda item: (-len(item[1].models), -len(item[1].samples), item[0])))

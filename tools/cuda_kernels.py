@@ -50,9 +50,6 @@ def installed(*names: str) -> Generator[None]:
         library._destroy()
 
 
-# --- attention: (N, heads, time, width) ------------------------------------------------------------------------------
-
-
 def drawn(scores: Tensor, p: float) -> Tensor:
     """The factors of dropout: a function of the place among all rows."""
     counter = torch.arange(scores.numel()).view(scores.shape)
@@ -263,17 +260,13 @@ def efficient_kernel(q, k, v, bias, cum_q, cum_k, max_q, max_k, p, kind, compute
 
 
 @kernel("_efficient_attention_backward")
-def efficient_kernel_backward(
-    g, q, k, v, bias, out, cum_q, cum_k, max_q, max_k, lse, p, seed, offset, kind, bias_grad, *, scale=None, **_
-):
+def efficient_kernel_backward(g, q, k, v, bias, out, *args, scale=None, **_):
+    cum_q, cum_k, _, _, lse, p, seed, offset, kind, bias_grad = args
     assert cum_q is None and cum_k is None, "packed sequences"
     g, q, k, v, out = turned(g, q, k, v, out)
     mask = [True, True, True, bias_grad]
     *grads, dbias = efficient_backward(g, q, k, v, bias, out, lse, seed, offset, p, mask, kind == 1, scale=scale)
     return *turned(*grads), dbias if bias_grad else torch.empty(0)
-
-
-# --- normalisation, convolution, sampling ----------------------------------------------------------------------------
 
 
 def check_batch_norm(x: Tensor, *parameters: Tensor, g: Tensor | None = None) -> None:
@@ -296,9 +289,7 @@ def batch_norm(x, weight, bias, mean, var, training, momentum, eps):
 def batch_norm_backward(x, g, weight, mean, var, save_mean, save_invstd, eps, reserve):
     assert reserve.numel() == x.numel(), "the reserve is of all rows"
     check_batch_norm(x, weight, save_mean, save_invstd, g=g)
-    return aten.native_batch_norm_backward(
-        g, x, weight, mean, var, save_mean, save_invstd, True, eps, [True, True, True]
-    )
+    return aten.native_batch_norm_backward(g, x, weight, mean, var, save_mean, save_invstd, True, eps, [True] * 3)
 
 
 @kernel("_fused_rms_norm")
@@ -341,8 +332,6 @@ def ctc_loss(scores, targets, steps, lengths, blank, deterministic, zero_infinit
     return losses, aten._ctc_loss_backward(ones, scores, targets, steps, lengths, losses, alpha, blank, zero_infinity)
 
 
-# --- recurrent layers and cells --------------------------------------------------------------------------------------
-
 LSTM, TANH = 2, 1
 
 
@@ -366,9 +355,9 @@ def rnn(x, w, stride, buf, h, c, mode, size, proj, layers, batch_first, p, train
     x = (x.transpose(0, 1) if batch_first else x).contiguous()
     if mode == LSTM:
         with torch.enable_grad():  # without it the reserve is empty
+            given = [t.float() for t in (x, *w, h[0], c[0])]
             y, hy, cell, workspace = aten.mkldnn_rnn_layer(
-                *(t.float() for t in (x, *w, h[0], c[0])),
-                *(False, lengths, mode, size, 1, True, False, False, True),
+                *given, False, lengths, mode, size, 1, True, False, False, True
             )
         reserve = torch.cat([cell.flatten().view(torch.uint8), workspace])
         y, hy, cy = y.to(x.dtype), hy.to(x.dtype), cell.to(x.dtype)
@@ -381,40 +370,13 @@ def rnn(x, w, stride, buf, h, c, mode, size, proj, layers, batch_first, p, train
         reserve = torch.stack(steps).view(torch.uint8)
     if p > 0:
         y = y * drawn(y, p)
-    return (
-        y.transpose(0, 1) if batch_first else y,
-        hy[None],
-        cy[None] if c is not None else cy,
-        reserve,
-        torch.cat([v.flatten() for v in w]),
-    )
+    y, cy = y.transpose(0, 1) if batch_first else y, cy if c is None else cy[None]
+    return y, hy[None], cy, reserve, torch.cat([v.flatten() for v in w])
 
 
 @kernel("_cudnn_rnn_backward")
-def rnn_backward(
-    x,
-    w,
-    stride,
-    buf,
-    h,
-    c,
-    y,
-    gy,
-    gh,
-    gc,
-    mode,
-    size,
-    proj,
-    layers,
-    batch_first,
-    p,
-    train,
-    both,
-    lengths,
-    state,
-    reserve,
-    mask,
-):
+def rnn_backward(x, w, stride, buf, h, c, y, gy, gh, gc, mode, size, proj, layers, batch_first, p, *rest):
+    train, _, lengths, _, reserve, _ = rest
     check_rnn(x, w, h, c, size, batch_first)
     assert train, "cudnn RNN backward can only be called in training mode"
     assert buf.numel() == sum(v.numel() for v in w)
@@ -430,11 +392,9 @@ def rnn_backward(
         gc = torch.zeros_like(c) if gc is None else gc
         bytes_ = c.numel() * torch.float32.itemsize
         cell, workspace = reserve[:bytes_].view(torch.float32).view(c[0].shape), reserve[bytes_:].clone()
-        grads = aten.mkldnn_rnn_layer_backward(
-            *(t.float() for t in (x, *w, h[0], c[0], y, y[-1], cell, gy, gh[0], gc[0])),
-            *(False, mode, size, 1, True, True, False, lengths, False, workspace),
-        )
-        dx, *dw, dh, dc = (t.to(x.dtype) for t in grads)
+        given = [t.float() for t in (x, *w, h[0], c[0], y, y[-1], cell, gy, gh[0], gc[0])]
+        settings = False, mode, size, 1, True, True, False, lengths, False, workspace
+        dx, *dw, dh, dc = (t.to(x.dtype) for t in aten.mkldnn_rnn_layer_backward(*given, *settings))
         dc = dc[None]
     else:
         steps, carry, dc = reserve.view(x.dtype).view(len(x) + 1, *h.shape[1:]), gh[0], None
@@ -490,8 +450,6 @@ def gru_cell_backward(g, workspace, has_bias):
     a, b = torch.cat([dr, dz, dn], 1), torch.cat([dr, dz, dn * r], 1)
     return a, b, g * z, *((a.sum(0), b.sum(0)) if has_bias else (None, None))
 
-
-# --- ops that have a kernel on the CPU as well, if CUDA's asks for more ----------------------------------------------
 
 REQUIREMENTS: dict[str, Callable[..., None]] = {}
 

@@ -12,13 +12,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_cuda_rules
-import test_rules
 import test_tokens
 import torch
 from torch import Tensor, nn
 
+import cuda_cases
 import rowprop
+import rule_cases
 import zoo
 from accelerator import Accelerator, Moving, OnDevice
 from cuda_kernels import installed
@@ -112,13 +112,13 @@ def check(name: str, gradients: Gradients, index: list[int], tolerance: float) -
 
 
 @pytest.mark.parametrize(
-    "name", sorted(test_rules.CASES.keys() - {"ctc_joined"})
+    "name", sorted(rule_cases.CASES.keys() - {"ctc_joined"})
 )  # its index.cpu() stays on this device
 # Red when: a rule makes a tensor without `device=`, reads a count unchecked, or asks device.type.
 def test_a_rule_gives_the_gradients_of_the_cpu(name: str):
     def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
         with forward:
-            return test_rules.run(name, take, channels_last=False)
+            return rule_cases.run(name, take, channels_last=False)
 
     with installed(*CELLS):
         for rows in ([1, 4], REPEATED):
@@ -174,11 +174,11 @@ def test_a_model_of_the_zoo_has_the_gradients_of_the_cpu(entry: zoo.Entry):
         check(entry.name, gradients, list(zoo.ROWS), 1e-9)
 
 
-@pytest.mark.parametrize("name", test_cuda_rules.CASES)
+@pytest.mark.parametrize("name", cuda_cases.CASES)
 def test_a_kernel_of_cuda_gives_the_same_gradients(name: str):
     def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
         with forward:
-            return test_cuda_rules.gradients(test_cuda_rules.CASES[name], take)[0]
+            return cuda_cases.gradients(cuda_cases.CASES[name], take)[0]
 
     with installed():
         check(name, gradients, REPEATED, 1e-5)

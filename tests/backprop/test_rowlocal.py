@@ -25,21 +25,29 @@ def sliced(dim: int) -> RowSlice:
     return RowSlice(values, ROWS, Layout(dim, N), (N, N))
 
 
-def test_an_operand_with_rows_that_is_itself_sliced_densifies():
-    # Red when: the rule takes its rows, as of a plain tensor.
-    op = aten._softmax_backward_data.default
-    outcome = RULES[op].run(op, sliced(0), sliced(0), 1, torch.float32)
-    assert type(outcome) is Densify and "other than the gradient" in outcome.reason
+def plain(*columns: int) -> list[Tensor]:
+    return [torch.randn(N, c * N) for c in columns]
 
 
-def test_gradients_that_are_sliced_in_different_dimensions_densify():
-    # Red when: only the first gradient is asked where its rows lie.
-    op = aten._thnn_fused_lstm_cell_backward_impl.default
-    plain = torch.randn(N, N), torch.randn(N, N), torch.randn(N, 4 * N), True
-    for first, second in ((0, 1), (1, 0)):
-        outcome = RULES[op].run(op, sliced(first), sliced(second), *plain)
-        assert type(outcome) is Densify and "not alike" in outcome.reason
-    assert type(RULES[op].run(op, sliced(0), torch.randn(N, N), *plain)) is Densify
+SOFTMAX, CELL = aten._softmax_backward_data.default, aten._thnn_fused_lstm_cell_backward_impl.default
+LAYER = aten.mkldnn_rnn_layer_backward.default
+SETTINGS = False, 2, N, 1, True, True, False, [2, 1], False
+MIXED: dict[str, tuple[Any, list[Any], str]] = {
+    "another operand": (SOFTMAX, [sliced(0), sliced(0), 1, torch.float32], "other than the gradient"),
+    "the second gradient": (CELL, [sliced(0), sliced(1), *plain(1, 1, 4), True], "not alike"),
+    "the first gradient": (CELL, [sliced(1), sliced(0), *plain(1, 1, 4), True], "not alike"),
+    "one gradient of two": (CELL, [sliced(0), *plain(1, 1, 1, 4), True], "not alike"),
+    "packed": (LAYER, [*plain(*[1] * 10), sliced(0), None, None, *SETTINGS, *plain(1)], "packed"),
+}
+
+
+@pytest.mark.parametrize("what", MIXED)
+# Red when: the rule takes the rows of a sliced operand, as of a plain tensor; only the first gradient is asked where
+# its rows lie; the numbers of rows at each step of packed sequences are those of all rows.
+def test_operands_that_are_not_sliced_alike_densify(what: str):
+    op, args, reason = MIXED[what]
+    outcome = RULES[op].run(op, *args)
+    assert type(outcome) is Densify and reason in outcome.reason
 
 
 def test_the_schema_tells_which_arguments_have_rows():
@@ -72,38 +80,28 @@ def test_a_call_knows_its_arguments_by_name():
 
 def test_an_undefined_gradient_stays_undefined():
     # Red when: its values are asked for.
-    op, g = aten._thnn_fused_lstm_cell_backward_impl.default, sliced(0)
+    g = sliced(0)
     values = g.values  # what the kernel's plan is remembered by keeps no gradient alive
 
     class Kernel:
         """No kernel of the CPU's own."""
 
-        _schema = op._schema
+        _schema = CELL._schema
 
         def __call__(self, of_hy: Tensor, of_cy: None, cx: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
             assert of_cy is None and of_hy is values and len(cx) == K
             return of_hy, cx, of_hy.sum(0)
 
-    gates, cells, bias = RULES[op].run(Kernel(), g, None, *[torch.randn(N, N)] * 3, True)
+    gates, cells, bias = RULES[CELL].run(Kernel(), g, None, *plain(1, 1, 1), True)
     assert type(gates) is type(cells) is RowSlice and type(bias) is Tensor
 
 
-def test_packed_sequences_of_a_fused_layer_densify():
-    # Red when: the numbers of rows at each step are those of all rows.
-    op, x, settings = aten.mkldnn_rnn_layer_backward.default, torch.randn(N, N), (False, 2, N, 1, True, True, False)
-    outcome = RULES[op].run(op, *[x] * 10, sliced(0), None, None, *settings, [2, 1], False, x)
-    assert type(outcome) is Densify and "packed" in outcome.reason
-
-
-@pytest.mark.parametrize("dims", [(1, 2), (2, 1), (-1, 0)])
-def test_a_diagonal_moves_the_rows(dims: tuple[int, int]):
+@pytest.mark.parametrize(("dims", "full"), [((1, 2), [3, 5, 5, N]), ((2, 1), [3, 5, 5, N]), ((-1, 0), [5, 3, N, 5])])
+def test_a_diagonal_moves_the_rows(dims: tuple[int, int], full: list[int]):
     # Red when: the two dimensions are inserted in the order in which they are named.
     g = RowSlice(torch.randn(3, K, 5), ROWS, Layout(1, N), (3, N, 5))
-    for op, *args in ((aten.diag_embed.default, 0, *dims), (aten.diagonal_backward.default, DIAGONAL[dims], 0, *dims)):
+    for op, *args in ((aten.diag_embed.default, 0, *dims), (aten.diagonal_backward.default, full, 0, *dims)):
         torch.testing.assert_close(RULES[op].run(op, g, *args).dense(), op(g.dense(), *args))
-
-
-DIAGONAL = {(1, 2): [3, 5, 5, N], (2, 1): [3, 5, 5, N], (-1, 0): [5, 3, N, 5]}
 
 
 def test_an_addend_that_counts_nothing_is_not_read():

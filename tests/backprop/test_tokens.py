@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 import torch
 from test_pick import HOOKS
-from test_rules import CASES, param, randn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +25,7 @@ from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput, UnsupportedOperation
+from rule_cases import CASES, param, randn
 
 N, T, VOCABULARY, WIDTH, HEADS = 6, 16, 50, 32, 4
 
