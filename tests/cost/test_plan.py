@@ -243,10 +243,10 @@ def test_a_plan_lists_every_way_at_every_keep_and_leaves_nothing_behind():
     # Red when: buffers, gradients, modes or the random state are not put back.
     model = conv()
     losses_of(model, BATCH).sum().backward()
-    batch = torch.randn(16, 3, 32, 32), BATCH[1]
+    batch = torch.randn(16, 3, 12, 12), BATCH[1]
     losses_of(model, batch)  # gives BatchNorm statistics of its own
     with untouched(model):  # on a busy machine a minute is too short to measure each way at each keep
-        result = plan(model, batch, losses_of, keep=(0.25, 0.5), seconds=1e6, rounds=3, optimizer="adamw")
+        result = plan(model, batch, losses_of, keep=(0.25, 0.5), seconds=1e6, rounds=2, optimizer="adamw")
     found = [(way.engine, way.keep) for way in result.ways]
     assert found == [(way, keep) for keep in (0.25, 0.5) for way in ("masked", "sliced", "recompute")]
     assert result.num_rows == 16
@@ -322,6 +322,7 @@ def test_no_prediction_has_seen_the_measurement_beside_it(asked: tuple[int, ...]
         assert way.predicted_s == pytest.approx(3 * n + 5 * k + (1000 if n == 4 else 0))
 
 
+@pytest.mark.usefixtures("any_count")
 def test_a_thinned_step_is_predicted_beside_the_ways_to_select(clocked: Clocked):
     # Forward 1 and backward 2 for each row and block, the backward below the top block at the drawn rows.
     # Red where nothing is thinned, where the handle is ended before the backward, and where hooks stay on the model.
@@ -332,16 +333,16 @@ def test_a_thinned_step_is_predicted_beside_the_ways_to_select(clocked: Clocked)
             return costly(super().forward(x))
 
     losses = lambda model, batch: costly(model(batch)).square().sum(1)  # noqa: E731
-    model = nn.Sequential(Block(3, 3), Block(3, 3))
+    model, batch = nn.Sequential(Block(3, 3), Block(3, 3)), torch.randn(n, 3)
     with untouched(model):
-        result = plan(model, torch.randn(n, 3), losses, keep=KEEPS, optimizer=None, seconds=1e9)
+        result = plan(model, batch, losses, keep=KEEPS, optimizer=None, seconds=1e9)
     found = [way for way in result.ways if way.engine == "thinned"]
     for keep, way in zip(KEEPS, found, strict=True):
         expected = 3 * n + 2 * n + 2 * 2 * math.ceil(keep * n)
         assert way.predicted_s == pytest.approx(expected) and way.measured_s == pytest.approx(expected)
         assert way.gradient == "in expectation" and way not in result.choices
     assert " and is not chosen: it selects nothing, and its gradient is that of all rows in exp" in result.reason
-    alone = plan(model.eval(), torch.randn(n, 3), losses, keep=0.5, optimizer=None, seconds=1e9)
+    alone = plan(model.eval(), batch, losses, keep=0.5, optimizer=None, seconds=1e9)
     assert "thinned" not in {way.engine for way in alone.ways}
 
 
@@ -446,13 +447,12 @@ def squared(model, batch):
     return (model(batch[0]).squeeze(1) - batch[1]).square()
 
 
-def contrastive(model, batch):
-    out = model(batch[0])
-    return (out - out.mean(0)).square().squeeze(1)  # rows that see each other
-
-
 def dropping(model, batch):
-    return squared(lambda x: model(nn.functional.dropout(x, 0.1)), batch)
+    return squared(lambda x: model(F.dropout(x, 0.1)), batch)
+
+
+def contrastive(model, batch):
+    return squared(lambda x: model(x) - model(x).mean(0), batch)  # rows that see each other
 
 
 def planned(model: nn.Module, losses):
@@ -484,16 +484,6 @@ def test_recompute_is_not_chosen_where_its_gradient_is_another_one(model, losses
     assert f"is not chosen: {why}, so its gradient is another one" in result.reason
 
 
-@pytest.mark.parametrize(("apart", "gradient"), [(2e-3, "another"), (5e-4, "same")])
-def test_losses_that_differ_by_more_than_a_thousandth_are_others(apart: float, gradient: str):
-    # Rows by themselves have losses larger by this share. Red with a tolerance of 1e-2, or of 1e-4.
-    def losses(model, batch):
-        return squared(model, batch) * (1 if len(batch[0]) == 16 else 1 + apart)
-
-    ways = planned(two_layers(nn.Tanh()), losses).ways
-    assert {way.gradient for way in ways if way.engine == "recompute"} == {gradient}
-
-
 @pytest.mark.parametrize("last", [1.0, torch.nan, torch.inf])
 def test_recompute_stays_where_it_is_exact_and_where_a_row_has_no_finite_loss(last: float):
     # Red when: rounding, or a loss that is not finite among the rows that run by themselves, is taken for a difference.
@@ -514,15 +504,14 @@ def test_plan_and_verify_name_the_policy_of_sliced_alike(batchnorm: str):
     # Red when: one of the two does not name the gradient of sliced on training BatchNorm, or has other words for it.
     words = "BatchNorm's gradient is projected over the kept rows"
     model, batch = two_layers(nn.BatchNorm1d(8)), (torch.randn(32, 4), torch.randn(32))
-    result = plan(model, batch, squared, keep=0.25, batchnorm=batchnorm, rounds=1)
-    expected = "by policy" if batchnorm == "rows" else "same"
-    assert {way.gradient for way in result.ways if way.engine == "sliced"} == {expected}
-    assert (words in rowprop.verify(model, batch, squared, keep=0.25, batchnorm=batchnorm).verdict) == (
-        batchnorm == "rows"
-    )
+    result = plan(model, batch, squared, keep=0.25, batchnorm=batchnorm, rounds=1, seconds=1e-3)
+    by_policy = batchnorm == "rows"
+    assert {way.gradient for way in result.ways if way.engine == "sliced"} == {"by policy" if by_policy else "same"}
+    verdict = rowprop.verify(model, batch, squared, keep=0.25, batchnorm=batchnorm).verdict
+    assert (words in verdict) == by_policy
     gradients = {engine: ("by policy", policy) for engine, policy in policies_on(model, batchnorm).items()}
     said = make_plan(ways(1, 9, 9), PlainStep(10.0, 9.0), num_rows=100, keeps=[0.1], gradients=gradients).reason
-    assert (f"sliced has the gradient of batchnorm='rows': {words}" in said) == (batchnorm == "rows")
+    assert (f"sliced has the gradient of batchnorm='rows': {words}" in said) == by_policy
 
 
 def test_an_error_of_the_losses_function_passes_through():
@@ -546,7 +535,7 @@ def test_a_slow_round_slows_down_no_way():
 
 
 def test_recompute_holds_the_graph_of_the_kept_rows_only():
-    n, width = 128, 32
+    n, width = 512, 32
     model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(width, width), nn.Tanh())])
     batch = torch.randn(n, width), torch.randn(n, width)
     result = plan(model, batch, lambda m, b: (m(b[0]) - b[1]).square().mean(1), keep=0.25, rounds=1)
@@ -567,15 +556,9 @@ def test_recompute_holds_the_graph_of_the_kept_rows_only():
         ({"model": conv().to("meta")}, "a model on the device meta, which holds no numbers"),
         ({"batch": (BATCH[0].to("meta"), BATCH[1])}, "a batch on the device meta, which holds no numbers"),
         ({"losses_fn": None}, "losses_fn=None, a NoneType, but a function was needed"),
-        ({"keep": None}, "keep=None but a fraction in"),
-        ({"keep": "0.5"}, "keep='0.5' but a fraction in"),
-        ({"keep": (0.5, True)}, "keep=True but a fraction in \\(0, 1\\) was needed"),
-        ({"optimizer": []}, "one of sgd, momentum"),
         ({"batchnorm": "none"}, "one of None, rows, exact was needed"),
         ({"rounds": 0}, "plan got rounds=0 but a whole number, 1 or more, was needed"),
-        ({"rounds": 2.5}, "plan got rounds=2.5 but a whole number, 1 or more, was needed"),
         ({"seconds": 0}, "plan got seconds=0 but a number above 0 was needed"),
-        ({"seconds": math.nan}, "plan got seconds=nan but a number above 0 was needed"),
         ({"batch": (BATCH[0][:1], BATCH[1][:1])}, "a batch of 1 row but at least 2 were needed"),
         ({"losses_fn": lambda m, b: losses_of(m, b).mean()}, "pass reduction='none' to the loss"),
         ({"losses_fn": lambda m, b: losses_of(m, b).detach()}, "The losses have no graph"),
@@ -635,8 +618,6 @@ def test_the_command_prints_one_json_object():
         (["model_cases:complete", "--keep", "half"], "--keep is 'half' but fractions were needed"),
         (["model_cases:complete", "--keep", "1"], "a fraction in (0, 1) was needed"),
         (["model_cases:mlp"], "comes without a batch"),
-        (["model_cases:complete", "--rounds", "0"], "plan got rounds=0 but a whole number, 1 or more, was needed"),
-        (["model_cases:complete", "--seconds", "-1"], "plan got seconds=-1.0 but a number above 0 was needed"),
     ],
 )
 def test_the_command_refuses_bad_input_with_one_sentence(arguments, sentence):
