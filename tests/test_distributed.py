@@ -85,18 +85,12 @@ def test_the_code_of_the_docs_runs_on_two_ranks(tmp_path: Path):
     assert int(kept[1]) + int(kept[2]) == 16
 
 
-# --- a rank that is gone ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cause", ["dies", "silent"])
 def test_a_rank_left_alone_ends_with_an_error(cause: str):
     done = run(WORKER, cause)
     assert done.stdout == "one step done\n"
     assert done.returncode == 1
     assert "in _gathered" in done.stderr  # it was the selection that did not hang
-
-
-# --- two ranks in one process, each after the other -------------------------------------------------------------------
 
 
 def test_weights_that_stand_for_all_rows_are_scaled_by_rows_and_not_by_what_is_kept(monkeypatch):
@@ -138,9 +132,6 @@ def test_a_mean_over_few_rows_of_all_ranks_is_over_these(monkeypatch, others):
     monkeypatch.setattr("torch.distributed.all_reduce", reduced)
     ours = mean(torch.tensor([6.0]))
     assert ours.item() / 2 == pytest.approx(6 / (1 + others), rel=1e-6)  # DDP averages: this rank's part of the mean
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [Global(), Local()], ids=repr)

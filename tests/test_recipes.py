@@ -44,9 +44,6 @@ def kept(step: SelectiveBackprop, losses: Tensor, **call: Any) -> list[int]:
     return step(losses, **call)[1].selection.rows.tolist()
 
 
-# --- ohem and random --------------------------------------------------------------------------------------------------
-
-
 def test_ohem_keeps_the_largest_losses_and_takes_their_mean():
     # Red when: the smallest are kept, K is rounded down (22 rows of 90), or the weights are 1/N.
     step = recipes.ohem(One(), scaled, engine="masked")
@@ -66,9 +63,6 @@ def test_random_keeps_every_row_as_often():
         assert len(rows) == 3
         counts[rows] += 1
     assert np.abs(counts / 2000 - 0.25).max() < 3.5 * math.sqrt(0.25 * 0.75 / 2000)
-
-
-# --- composer ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("start", "end", "interrupt"), [(0.5, 0.9, 2), (0.2, 0.55, 3), (0, 1, 0)])
@@ -111,9 +105,6 @@ def test_composer_scores_small_images_and_trains_the_large_ones():
     assert record.selection.rows.tolist() == by_size[0] and record.engine == "recompute"
     assert seen == [(12, 3, 4, 4), (6, 3, 8, 8)]
     assert record.loss_kept.item() == pytest.approx(losses[1][by_size[0]].mean().item(), rel=1e-5)
-
-
-# --- batch_loss_filter ------------------------------------------------------------------------------------------------
 
 
 def original_count(losses: np.ndarray, min_loss_perc: float, min_sample_perc: float, eight: bool) -> int:
@@ -159,9 +150,6 @@ def test_batch_loss_filter_trains_the_first_epoch_whole():
     step = recipes.batch_loss_filter(One(), scaled, epochs=3, total_steps=15, engine="masked")
     counts = [len(kept(step, torch.tensor([9.0, 0.5, 0.1, 0.0]))) for _ in range(15)]
     assert counts == [4] * 5 + [1] * 10
-
-
-# --- biggest_losers ---------------------------------------------------------------------------------------------------
 
 
 def test_biggest_losers_draws_by_the_share_of_recent_losses_below():
@@ -246,9 +234,6 @@ def test_biggest_losers_runs_only_stale_rows_forward(staleness):
     assert 0 < scored < 28 * 6 / staleness * 1.3
 
 
-# --- kath18 -----------------------------------------------------------------------------------------------------------
-
-
 def test_kath18_draws_evenly_until_the_gate_of_two_is_passed():
     # Red when: the gate is B / (3b) + 1 of another keep, or it is open from the start.
     step = recipes.kath18(One(), scaled, engine="masked", generator=seeded(8))
@@ -269,9 +254,6 @@ def test_kath18_draws_evenly_until_the_gate_of_two_is_passed():
             assert record.selection.weights[0].item() == pytest.approx(1 / (12 * p[0]), rel=0.3)
         tau = 0.9 * tau + 0.1 / math.sqrt(1 - ((p - 1 / 12) ** 2).sum() / (p**2).sum())
     assert even > 2 and by_score > 2
-
-
-# --- infobatch --------------------------------------------------------------------------------------------------------
 
 
 def test_infobatch_follows_the_published_rule_through_a_loader():
@@ -309,9 +291,6 @@ def test_infobatch_follows_the_published_rule_through_a_loader():
     assert sizes[0] == sizes[8] == sizes[9] == 60 and max(sizes[1:8]) < 50
 
 
-# --- rho_loss ---------------------------------------------------------------------------------------------------------
-
-
 def test_rho_loss_keeps_what_is_most_above_its_irreducible_loss():
     # Red when: the sign is turned around, or the irreducible losses are read by place in the batch.
     irreducible = torch.rand(640, generator=seeded(9)) * 3
@@ -322,8 +301,6 @@ def test_rho_loss_keeps_what_is_most_above_its_irreducible_loss():
         expected = sorted(sorted(range(320), key=lambda row: -reducible[row])[:32])
         assert kept(step, losses, ids=ids) == expected
 
-
-# --- biased or not ----------------------------------------------------------------------------------------------------
 
 BIASED: dict[str, tuple[bool, Callable[..., SelectiveBackprop]]] = {  # whether it is said to be; how it is made
     "batch_loss_filter": (True, lambda *a, **o: recipes.batch_loss_filter(*a, epochs=2, **o)),
@@ -376,8 +353,6 @@ def test_the_unbiased_ones_have_the_full_gradient_as_their_mean_and_the_others_n
     assert (distance > 8) if biased else (distance < 4), distance
 
 
-# --- engines ----------------------------------------------------------------------------------------------------------
-
 CASES = [
     pytest.param(name, case, id=f"{name}-{index}")
     for name, cases in laws.RECIPES.items()
@@ -417,9 +392,6 @@ def test_every_engine_gives_the_gradient_of_plain_indexing(name, case):
         # An engine with one forward knows all losses, recompute only some, so their histories differ.
         del chosen["sliced"], chosen["masked"]
     assert all(rows == next(iter(chosen.values())) for rows in chosen.values())
-
-
-# --- kill and resume --------------------------------------------------------------------------------------------------
 
 
 def recipe(make: Callable[..., SelectiveBackprop], *given: Any, **settings: Any) -> Callable[..., SelectiveBackprop]:
@@ -484,9 +456,6 @@ def test_every_recipe_is_killed_once_and_has_a_bias():
     # Red when: a recipe is added without an entry in MAKE or in BIASED.
     of_rows = set(recipes.__all__) - set(laws.NO_RECIPES_OF_ROWS)
     assert {name.partition(",")[0] for name in MAKE} == set(BIASED) == of_rows
-
-
-# --- words and pages --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

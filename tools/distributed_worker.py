@@ -60,9 +60,6 @@ def gpu_check(function: Callable[[], Figures]) -> Callable[[], Figures]:
     return function
 
 
-# --- the model, the batch, and the wrappers ---------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """A block of attention between two layers; three tokens a row, four classes."""
 
@@ -153,9 +150,6 @@ def averaged(value: Tensor) -> Tensor:
     return value / world()
 
 
-# --- selectors and their union, written down again --------------------------------------------------------------------
-
-
 def proportional(scores: Tensor, context: Context) -> rowprop.Selection:
     """The rows above the median, weighted by their scores."""
     rows = (scores > scores.median()).nonzero().squeeze(1)
@@ -194,9 +188,6 @@ SELECTIONS = {
     "unbiased": (over_all, Local(), above_own_median_over_all),
     "weighted": (proportional, Global(), weighted_of_all),
 }
-
-
-# --- the checks -------------------------------------------------------------------------------------------------------
 
 
 @check
@@ -938,9 +929,6 @@ def thinned_and_measured() -> Figures:
         few = len(mine[0]) < 4  # three quarters of so few rows may be all: then it learns nothing
         assert handle._control.measured == (0 if few else 2)
     return found
-
-
-# --- starting them ----------------------------------------------------------------------------------------------------
 
 
 def left_alone(cause: str) -> None:

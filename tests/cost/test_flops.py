@@ -146,9 +146,6 @@ def test_a_sliced_backward_counts_kept_rows():
     assert (flops.by_op, flops.uncounted) == ({"mm": 2 * 2 * (5 * 7 + 2 * 7 * 3)}, {})
 
 
-# --- torch's own counter around a sliced backward ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_torchs_own_counter_sees_the_kept_rows(name: str):
     # Red when: the counter sees a sliced gradient before its rule runs, at the full shape that the gradient claims.
@@ -203,9 +200,6 @@ def test_torchs_own_counter_is_itself_again_when_the_backward_is_over(fails: boo
     assert counter.get_total_flops() == once * (N if fails else N + 2) + once * 2 * N
 
 
-# --- ops without a formula --------------------------------------------------------------------------------------------
-
-
 @torch.library.custom_op("rowprop_test::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
@@ -244,9 +238,6 @@ def test_the_few_flops_per_element_are_left_out():
         F.cross_entropy(out, torch.zeros(N, dtype=torch.long)).backward()
         torch.optim.AdamW(net.parameters()).step()
     assert (flops.by_op, flops.uncounted) == ({}, {})
-
-
-# --- kernels that only CUDA runs: their formulas, given arguments in the order of the schema ----------------------
 
 
 def count_by_schema(name: str, **known: object) -> int | tuple[int, ...]:
@@ -323,9 +314,6 @@ def test_cudnn_recurrent_kernels_count_every_matrix_at_every_step():
     once = 2 * steps * N * 4 * hidden * (inputs + hidden)
     assert count_by_schema("_cudnn_rnn", **given) == once
     assert count_by_schema("_cudnn_rnn_backward", **given) == (once, 0, 0, once)
-
-
-# --- a training step --------------------------------------------------------------------------------------------------
 
 
 def per_row(losses: torch.Tensor) -> torch.Tensor:
@@ -573,9 +561,6 @@ def test_the_parts_add_up_to_all_ops_that_run(entry: Entry):
         assert sum(m.forward_flops for m in counted.modules) == counted.forward_flops
         assert sum(m.backward_weight_flops for m in counted.modules) == counted.backward_weight_flops
         assert (counted.backward_weight_flops > 0) == (counted.forward_flops > 0)
-
-
-# --- a few FLOPs per element ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

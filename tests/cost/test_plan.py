@@ -33,9 +33,6 @@ def ways(forward: float, backward: float, score: float, n: int = 100) -> list[Co
     return [Cost("sliced", forward, backward / n), Cost("recompute", score, (forward + backward) / n)]
 
 
-# --- the lines --------------------------------------------------------------------------------------------------------
-
-
 def test_a_line_through_its_own_points_is_found_again():
     # Red with a wrong slope or a wrong constant; wrong weights do not show here.
     for a, b in itertools.product((0.0, 0.3, 2.0), (0.0, 0.01, 5.0)):
@@ -62,9 +59,6 @@ def test_a_cost_has_seconds_and_bytes():
     cost = Cost.fit("sliced", [Measurement(10, 2.0, 1000), Measurement(30, 4.0, 1400)])
     assert cost.seconds(20) == pytest.approx(3)
     assert cost.peak_bytes(20) == 1200
-
-
-# --- the choice -------------------------------------------------------------------------------------------------------
 
 
 def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
@@ -221,9 +215,6 @@ def test_the_plan_says_how_far_its_figures_can_be_trusted():
     assert plan.certainty.endswith("miss the measurements, at keep 0.5, 0.25, by 20.0 %, at most 25.0 %.")
     assert planned({}, 1, None).certainty.startswith("Rounds measured of each step: 1. No keep")
     assert {"certainty", "spread", "error", "worst_error", "rounds"} <= plan.to_dict().keys()
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def conv() -> nn.Module:
@@ -570,9 +561,6 @@ def test_bad_input_is_one_sentence(given, sentence):
         plan(arguments.pop("model"), arguments.pop("batch"), arguments.pop("losses_fn"), **arguments)
 
 
-# --- the benchmark ----------------------------------------------------------------------------------------------------
-
-
 def test_the_benchmark_holds_each_figure_against_its_bar():
     # Red when: a bar judges another figure.
     def missed(regret: float, worst: float, error: float, speedup: float) -> list[str]:
@@ -588,9 +576,6 @@ def test_the_benchmark_holds_each_figure_against_its_bar():
     later = "median error of the speed-up in a later run 0.110"
     assert missed(1.06, 1.06, 0.1, 0.11) == ["median regret 1.060", later]
     assert missed(1.05, 1.15, 0.1, 0.1) == []
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def run(*arguments: str):

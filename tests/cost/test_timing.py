@@ -81,9 +81,6 @@ def test_a_real_device_is_charged_where_the_work_runs():
     assert timing.peak_bytes >= x.nbytes
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
 def test_rounds_are_interleaved_and_their_order_turns():
     order: list[str] = []
     runs = {name: lambda done, name=name: (order.append(name), done("all")) for name in "abc"}
@@ -191,9 +188,6 @@ def test_peak_memory_of_an_accelerator_is_its_allocators(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "get_device_module", lambda _: memory)
     run = lambda done: [memory.allocate(size) for size in (300, -200, 400, -500)]  # noqa: E731
     assert peak_bytes(run, [torch.device("cpu"), WORKS_ON]) == 500
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def subject() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:

@@ -42,9 +42,6 @@ def assert_same(ours: object, theirs: object) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-# --- ids --------------------------------------------------------------------------------------------------------------
-
-
 class Squares(Dataset):
     """Row i is i squared; says how often it was asked for a batch at once."""
 
@@ -90,9 +87,6 @@ def test_ids_of_a_subset_are_those_of_what_is_wrapped():
     assert list(WithIds(Subset(Squares(9), places))) == [(0, 49.0), (1, 4.0), (2, 25.0)]
     assert next(iter(DataLoader(Subset(WithIds(Fetched(9)), places), 3)))[0].tolist() == places
     assert WithIds(Squares(9))[-1] == (8, 64.0) and len(WithIds(Squares(9))) == 9
-
-
-# --- the memory -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [None, SIZE], ids=["hashed", "dense"])
@@ -304,9 +298,6 @@ class Stream(IterableDataset):
         return iter(range(3))
 
 
-# --- stale scores -----------------------------------------------------------------------------------------------------
-
-
 def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]).squeeze(1) - batch[1]).square()
 
@@ -429,9 +420,6 @@ def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
     assert seen == [(8, False), (2, True), (2, True), (2, True), (6, False), (2, True)]
     torch.testing.assert_close(history.losses_of(ids), losses_fn(model, batch).detach())
     assert history.count_of(ids).tolist() == [4 if row in hardest.tolist() else 0 for row in range(8)]
-
-
-# --- two ranks --------------------------------------------------------------------------------------------------------
 
 
 class Threads:

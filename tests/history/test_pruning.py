@@ -31,9 +31,6 @@ def remembering(losses: Tensor, size: int | None = None) -> LossHistory:
     return history
 
 
-# --- the rule ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prune", [0, 0.1, 0.3, 0.5, 0.7, 0.99])
 @pytest.mark.parametrize("size", [None, 50])
 def test_easy_rows_are_thinned_and_the_rest_of_them_stand_for_all(prune, size):
@@ -106,8 +103,6 @@ def test_epochs_and_seeds_differ_and_nothing_else_is_seeded_or_used_up():
     straight = PruningSampler(history, num_rows=40, epochs=9, seed=1, shuffle=False)
     assert sorted(orders[0]) == list(straight)
 
-
-# --- no bias ----------------------------------------------------------------------------------------------------------
 
 DRAWS = 5_000
 
@@ -182,9 +177,6 @@ def test_pruning_and_picking_multiply_and_stay_without_bias():
         assert history.count_of(ids).sum() == record.num_kept + len(ids)
     assert standard_errors(torch.stack(draws), truth) < 4
     assert standard_errors(torch.stack(biased), truth) > 8
-
-
-# --- loaders and ranks ------------------------------------------------------------------------------------------------
 
 
 @TWO_WORKERS
@@ -306,9 +298,6 @@ def test_between_epochs_a_state_begins_the_next():
     assert list(second) == list(first)
     second.load_state_dict(fresh)
     assert second.next_epoch == 0 and [list(second), list(second)] == orders
-
-
-# --- kill and resume --------------------------------------------------------------------------------------------------
 
 
 def pruned(model: nn.Module, losses_fn: Any) -> rowprop.SelectiveBackprop:

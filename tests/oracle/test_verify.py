@@ -114,9 +114,6 @@ def test_a_gradient_that_only_one_of_the_two_has_is_a_disagreement(lost: bool, m
     assert not result.agrees
 
 
-# --- tokens ----------------------------------------------------------------------------------------------------------
-
-
 class Decoder(nn.Module):
     """Two layers of attention between tokens, with a loss for each token but the last."""
 
@@ -244,9 +241,6 @@ def test_cut_products_are_named_and_the_other_rules_compared(monkeypatch: pytest
     assert not cut_verified("products").agrees
 
 
-# --- BatchNorm -------------------------------------------------------------------------------------------------------
-
-
 def test_batchnorms_approximation_is_measured_and_told_apart():
     model, batch = built(with_batchnorm), images()
     rows = torch.tensor([1, 4])
@@ -317,9 +311,6 @@ def test_instance_norm_is_no_batch_statistic_and_a_wrong_rule_of_it_no_approxima
     assert "0.weight" in {entry.name for entry in result.comparisons[1].errors if not entry.agrees}
 
 
-# --- the second forward ----------------------------------------------------------------------------------------------
-
-
 NORMS = ["1.running_mean", "1.running_var", "4.running_mean", "4.running_var"]
 
 
@@ -352,9 +343,6 @@ def test_noise_in_evaluation_mode_leaves_nothing_to_compare():
     result = verify(Noisy(4, 3), vectors(), losses, engine="recompute")
     assert result.status == "by design" and "in evaluation mode too" in result.verdict
     assert len(result.comparisons) == 1 and "all parameters" not in result.verdict
-
-
-# --- where it densified ----------------------------------------------------------------------------------------------
 
 
 def test_an_op_without_a_rule_is_named_with_its_module_and_reason(monkeypatch: pytest.MonkeyPatch):
@@ -396,9 +384,6 @@ def test_the_share_of_time_covers_the_node_and_all_nodes_upstream(monkeypatch: p
     # Eight nodes lie before the sort: mean, pick, nll, log_softmax, and addmm with bias, transpose and weight.
     # Six lie from there on: sort, relu, and addmm with the same three.
     assert place.time_share == pytest.approx(6 / 14)
-
-
-# --- models of all kinds ---------------------------------------------------------------------------------------------
 
 
 def test_a_compiled_model_is_verified_too():
@@ -498,9 +483,6 @@ def test_complex_parameters_are_compared_whole():
     assert (result.status, result.cosine) == ("exact", pytest.approx(1))
 
 
-# --- nothing is left behind ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("engine", "batchnorm"), [("sliced", "rows"), ("sliced", "exact"), ("recompute", "rows")])
 def test_everything_is_as_before(engine: str, batchnorm):
     # Red when: rng_kept or buffers_kept is left out, or modes, gradients or parameters are not put back.
@@ -540,9 +522,6 @@ def test_the_state_that_an_engine_leaves_is_compared(monkeypatch: pytest.MonkeyP
     assert result.status == "disagrees" and result.comparisons[0].agrees
     assert result.buffers == ["1.num_batches_tracked"] and result.rng_differs
     assert result.verdict.endswith("in the state that it leaves: buffer 1.num_batches_tracked, the random state.")
-
-
-# --- refused arguments -----------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_inside_the_backward_is_refused_and_undone():
