@@ -193,31 +193,28 @@ SELECTIONS = {
 @check
 def gradients() -> Figures:
     """The step: every wrapper, engine and way to select; rows spread over the ranks, or all on one of them."""
-    figures = {}
-    for wrapper in WRAPPERS:
-        for engine in ENGINES if world() == 2 else ENGINES[:1]:
-            for name, (selector, ranks, union) in SELECTIONS.items():
-                for hard in (None, world() - 1):
-                    parts = batch_of(1, hard=hard)
-                    model = wrapped(wrapper, Net())
-                    selective = step_of(model, selector, ranks, engine=engine)
-                    with rowprop.watch() as report:
-                        loss, record = selective(parts[dist.get_rank()])
-                        loss.backward()
-                    if hard is not None and name == "global":
-                        assert [kept > 0 for kept in record.kept_by_rank] == [r == hard for r in range(world())]
-                        assert record.imbalance == world()
-                    assert record.num_kept == record.kept_by_rank[dist.get_rank()] == record.selection.num_kept
-                    dropped = record.num_kept < record.num_rows
-                    assert bool(report.sliced) == (engine == "sliced" and dropped), report
-                    assert not report.densified, report
+    figures, rank = {}, dist.get_rank()
+    ways = itertools.product(WRAPPERS, ENGINES if world() == 2 else ENGINES[:1], SELECTIONS, (None, world() - 1))
+    for wrapper, engine, name, hard in ways:
+        selector, ranks, union = SELECTIONS[name]
+        parts, model = batch_of(1, hard=hard), wrapped(wrapper, Net())
+        selective = step_of(model, selector, ranks, engine=engine)
+        with rowprop.watch() as report:
+            loss, record = selective(parts[rank])
+            loss.backward()
+        if hard is not None and name == "global":
+            assert [kept > 0 for kept in record.kept_by_rank] == [r == hard for r in range(world())]
+            assert record.imbalance == world()
+        assert record.num_kept == record.kept_by_rank[rank] == record.selection.num_kept
+        assert bool(report.sliced) == (engine == "sliced" and record.num_kept < record.num_rows), report
+        assert not report.densified, report
 
-                    losses = [losses_of(Net(), part).detach() for part in parts]
-                    torch.testing.assert_close(record.loss_all, torch.cat(losses).mean())
-                    torch.testing.assert_close(averaged(loss), union(losses))
-                    expected = truth(lambda net, union=union, parts=parts: union([losses_of(net, p) for p in parts]))
-                    where = "spread" if hard is None else "on one rank"
-                    figures[f"{wrapper}, {engine}, {name}, {where}"] = difference(grads_of(model), expected)
+        losses = [losses_of(Net(), part).detach() for part in parts]
+        torch.testing.assert_close(record.loss_all, torch.cat(losses).mean())
+        torch.testing.assert_close(averaged(loss), union(losses))
+        expected = truth(lambda net, union=union, parts=parts: union([losses_of(net, p) for p in parts]))
+        where = "spread" if hard is None else "on one rank"
+        figures[f"{wrapper}, {engine}, {name}, {where}"] = difference(grads_of(model), expected)
     return figures
 
 
@@ -250,7 +247,7 @@ def compiled() -> Figures:
 
 @check
 def by_hand() -> Figures:
-    """The same without the step: ``pick`` with ``mean``, ``pick`` with a selector."""
+    """The same without the step: ``pick`` with ``mean``."""
     figures = {}
     rank = dist.get_rank()
     parts = batch_of(2)
@@ -266,16 +263,6 @@ def by_hand() -> Figures:
 
             torch.testing.assert_close(averaged(loss), union(Net()).detach())
             figures[f"{wrapper}, mean, {fewest} and more"] = difference(grads_of(model), truth(union))
-
-        hard = batch_of(2, hard=0)
-        model = wrapped(wrapper, Net())
-        losses = losses_of(model, hard[rank])
-        selection = Global().select(rowprop.TopK(0.1), losses.detach())
-        assert (selection.num_kept > 0) == (rank == 0)
-        (rowprop.pick(losses, selection) * selection.weights).sum().backward()
-        count = -(-sum(SIZES[world()]) // 10)
-        expected = truth(lambda net, hard=hard, count=count: losses_of(net, whole(hard)).topk(count).values.mean())
-        figures[f"{wrapper}, selector"] = difference(grads_of(model), expected)
 
     nothing = mean(torch.zeros(0, requires_grad=True))
     assert nothing.item() == 0
