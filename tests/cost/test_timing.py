@@ -237,16 +237,6 @@ def test_nothing_is_left_behind():
     assert len(optimizers) == 1 and optimizers[0].state  # the optimizer did step
 
 
-def test_the_memory_of_a_second_forward_is_that_of_the_kept_rows():
-    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32, bias=False), nn.Tanh())])
-    n, ways = 512, [Variant(), Variant("recompute", 0.25)]
-    batch = torch.randn(n, 32), torch.randn(n, 32)
-    found = measure_step(model, batch, lambda m, b: (m(b[0]) - b[1]).square().mean(1), ways, rounds=1, warmup=0)
-    full, second = (timing.peak_bytes / (4 * n * 32) for timing in found.values())
-    assert full > 7  # activations of all rows: six saved results of tanh, and more
-    assert second < 5
-
-
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
