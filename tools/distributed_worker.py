@@ -968,6 +968,8 @@ def world_of(size: int, timeout_s: int, work: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":  # dies | silent | checks SIZE FOLDER | gpu SIZE FOLDER
+    import torch._dynamo  # once for all ranks
+
     torch.set_num_threads(1)
     kind = sys.argv[1]
     if kind in ("dies", "silent"):

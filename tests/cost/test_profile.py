@@ -37,7 +37,7 @@ def _seeded(one_thread):
 
 @cache
 def planted(name: str) -> list[Finding]:
-    return profile(*PLANTED[name][0](), rounds=5).findings
+    return profile(*PLANTED[name][0](), rounds=2).findings
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -315,7 +315,7 @@ def test_the_command_prints_tables_and_findings_and_writes_its_files(tmp_path: P
 def test_a_process_of_its_own_says_nothing_but_the_json():
     # The profiler's own messages come from below Python, where the runner above does not see them.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TOOLS), str(TOOLS.parent / "src")])}
-    options = ["profile_cases:sorting", "--rounds", "5", "--json"]
+    options = ["profile_cases:sorting", "--rounds", "1", "--json"]
     environment["PYTHONPATH"] += os.pathsep + str(TOOLS.parent / "benchmarks")
     command = [sys.executable, "-m", "rowprop.app.cli", "profile", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -324,7 +324,7 @@ def test_a_process_of_its_own_says_nothing_but_the_json():
     assert found["model"] == "profile_cases:sorting" and found["ops"][0]["name"] == "sort"
     assert {"modules", "measured_ratio", "counted_ratio", "uncounted"} <= found.keys()
     assert {"kind", "where", "evidence", "remedy", "share", "figures"} == found["findings"][0].keys()
-    assert found["timing"]["rounds"] == 5
+    assert found["timing"]["rounds"] == 1
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_epochs_and_seeds_differ_and_nothing_else_is_seeded_or_used_up():
     assert sorted(orders[0]) == list(straight)
 
 
-DRAWS = 5_000
+DRAWS = 1_000
 
 
 def standard_errors(draws: Tensor, truth: Tensor) -> float:
@@ -113,70 +113,46 @@ def standard_errors(draws: Tensor, truth: Tensor) -> float:
     return float(((draws.mean(0) - truth).abs() / error.clamp(min=1e-12)).max())
 
 
-def rows_gradients() -> tuple[Tensor, Tensor]:
-    """Losses (N,) and gradients (N, P) of the rows of a small model, one at a time."""
+def test_over_many_draws_pruning_and_picking_multiply_and_stay_without_bias():
+    # Red when: the factor is left at 1 (the biased twins below), the same rows are drawn in every epoch, or the step
+    # does not multiply the history's factors into the selection's weights.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    x, y = torch.randn(40, 4).double(), torch.randn(40).double()
-    losses = (model(x).squeeze(1) - y).square()
-    grads = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)])
-        for loss in losses
-    ]
-    return losses.detach(), torch.stack(grads)
+    data = torch.randn(40, 4).double(), torch.randn(40).double()
 
+    def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (model(batch[0]).squeeze(1) - batch[1]).square()
 
-def test_over_many_draws_the_gradient_is_the_full_one():
-    # Red when: the factor is left at 1 (the biased twin below), or the same rows are drawn in every epoch.
-    losses, grads = rows_gradients()
-    history = remembering(losses)
-    ids, factors = torch.arange(40), []
+    losses = losses_fn(model, data)
+    grads = [torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for loss in losses]
+    rows_grads = torch.stack([torch.cat([g.flatten() for g in of_row]) for of_row in grads])
+    truth, losses = rows_grads.mean(0), losses.detach()
+    pruned, picked, unweighted = (list[Tensor]() for _ in range(3))
     for seed in range(DRAWS):
-        iter(PruningSampler(history, num_rows=40, epochs=1, full_after=1, prune=0.6, seed=seed))
-        factors.append(history.weights_of(ids))
-    weights = torch.stack(factors).double()
-    truth = grads.mean(0)
-    assert standard_errors(weights @ grads / 40, truth) < 4
+        history = remembering(losses)
+        ids = torch.tensor(list(PruningSampler(history, num_rows=40, epochs=1, full_after=1, prune=0.6, seed=seed)))
+        pruned.append(history.weights_of(torch.arange(40)).double())
+        options = {"history": history, "engine": "masked", "generator": seeded(seed)}
+        selective = rowprop.SelectiveBackprop(model, losses_fn, RandomRows(0.5), **options)
+        selection = selective(tuple(of[ids] for of in data), ids=ids)[1].selection
+        assert selection.num_kept == math.ceil(len(ids) / 2) and selection.num_rows == len(ids)
+        factors = history.weights_of(ids)[selection.rows]
+        torch.testing.assert_close(selection.weights, (factors / selection.num_kept).double())
+        chosen = rows_grads[ids[selection.rows]]
+        picked.append(selection.weights @ chosen * len(ids) / 40)
+        unweighted.append(chosen.mean(0))
+        assert history.count_of(ids).sum() == selection.num_kept + len(ids)
+    weights = torch.stack(pruned)
     kept = (weights > 0).double()
-    assert standard_errors(kept @ grads / kept.sum(1, keepdim=True), truth) > 20
+    assert standard_errors(weights @ rows_grads / 40, truth) < 4
+    assert standard_errors(kept @ rows_grads / kept.sum(1, keepdim=True), truth) > 8
+    assert standard_errors(torch.stack(picked), truth) < 4
+    assert standard_errors(torch.stack(unweighted), truth) > 8
     easy = losses < losses.mean()
     expected = math.ceil(0.4 * int(easy.sum())) / int(easy.sum())
     error = math.sqrt(expected * (1 - expected) / DRAWS)
     assert (kept[:, easy].mean(0) - expected).abs().max() < 4 * error  # every easy row has the same chance
     assert (kept[:, ~easy] == 1).all()
-
-
-def test_pruning_and_picking_multiply_and_stay_without_bias():
-    # Red when: the step does not multiply the history's factors into the selection's weights.
-    torch.manual_seed(1)
-    x, y = torch.randn(40, 4).double(), torch.randn(40).double()
-    model = nn.Linear(4, 1).double()
-
-    def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return (model(batch[0]).squeeze(1) - batch[1]).square()
-
-    def gradient(loss: Tensor) -> Tensor:
-        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-
-    truth = gradient(losses_fn(model, (x, y)).mean())
-    losses = losses_fn(model, (x, y)).detach()
-    draws, biased = [], []
-    for seed in range(1_000):
-        history = remembering(losses)
-        sampler = PruningSampler(history, num_rows=40, epochs=1, full_after=1, seed=seed)
-        ids = torch.tensor(list(sampler))
-        selective = rowprop.SelectiveBackprop(
-            model, losses_fn, RandomRows(0.5), history=history, engine="masked", generator=seeded(seed)
-        )
-        loss, record = selective((x[ids], y[ids]), ids=ids)
-        assert record.num_kept == math.ceil(len(ids) / 2) and record.num_rows == len(ids)
-        factors = history.weights_of(ids)[record.selection.rows]
-        torch.testing.assert_close(record.selection.weights, (factors / record.num_kept).double())
-        draws.append(gradient(loss) * len(ids) / 40)
-        biased.append(gradient(losses_fn(model, (x[ids], y[ids]))[record.selection.rows].mean()))
-        assert history.count_of(ids).sum() == record.num_kept + len(ids)
-    assert standard_errors(torch.stack(draws), truth) < 4
-    assert standard_errors(torch.stack(biased), truth) > 8
 
 
 @TWO_WORKERS
