@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from rowprop import SelectiveBackprop
-from rowprop.history import WithIds
+from rowprop.history import LossHistory, PruningSampler, WithIds
 from rowprop.scoring import Scored
 from rowprop.step import Record
 
@@ -29,21 +29,6 @@ def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Scored:
     return Scored(losses, losses.detach() ** 4)  # so uneven that the gate of kath18 opens
 
 
-class Order(Sampler[int]):
-    """For a step without a sampler: a seeded order of each epoch, which leaves out the rows that are done."""
-
-    def __init__(self) -> None:
-        self.next_epoch, self.done = 0, 0
-
-    def __iter__(self) -> Iterator[int]:
-        rest = torch.randperm(ROWS, generator=seeded(self.next_epoch)).tolist()[self.done :]
-        self.next_epoch, self.done = self.next_epoch + 1, 0
-        return iter(rest)
-
-    def __len__(self) -> int:
-        return ROWS - self.done
-
-
 class Training:
     """A training of three epochs; its trace has of each batch the ids, what was chosen, the loss and the progress."""
 
@@ -57,18 +42,20 @@ class Training:
         self.model = nn.Sequential(nn.Linear(5, 8), self.norm(8), nn.Tanh(), nn.Linear(8, 3))
         self.optimizer = self.made_optimizer()
         self.step = make(self.model, losses_fn)
-        self.order = Order() if self.step.sampler is None else self.step.sampler
+        # For a step without a sampler, one that prunes nothing: it knows how to go on in the middle of an epoch.
+        plain = PruningSampler(LossHistory(ROWS), num_rows=ROWS, epochs=EPOCHS, prune=0)
+        self.order = self.step.sampler or plain
         self.loader = DataLoader(data, BATCH, sampler=self.order, num_workers=workers, generator=seeded())
         self.trace: list[Any] = []
-        self.place = (0, 0)  # epoch, and batches done in it
+        self.trained = 0  # rows of the running epoch
 
     def made_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
 
     def backward(self, ids: Tensor, batch: Any) -> tuple[Tensor, Record]:
-        epoch, index = self.place
-        progress = (epoch + index * BATCH / ROWS) / EPOCHS if isinstance(self.order, Order) else None
-        loss, record = self.step(batch, index, ids=ids, progress=progress)
+        done = self.order.trained(ids[:1]) - 1
+        progress = self.order.progress(done) if self.step.sampler is None else None
+        loss, record = self.step(batch, done // BATCH, ids=ids, progress=progress)
         loss.backward()
         return loss, record
 
@@ -82,14 +69,11 @@ class Training:
 
     def train(self, stop: int | None = None) -> None:
         while self.order.next_epoch < EPOCHS:
-            first = self.order.done // BATCH if isinstance(self.order, Order) else 0
-            epoch = self.order.next_epoch
-            for index, (ids, batch) in enumerate(self.loader, start=first):
-                self.place = epoch, index
+            for ids, batch in self.loader:
                 if ids[0] % 5 == self.skips:
                     continue
                 loss, record = self.learn(ids, batch)
-                self.place = epoch, index + 1
+                self.trained = self.order.trained(ids)
                 chosen = record.selection.rows.tolist(), record.selection.weights.tolist()
                 clock = None if self.step.sampler is None else self.step.progress
                 self.trace.append((ids.tolist(), *chosen, loss.item(), clock))
@@ -100,13 +84,12 @@ class Training:
         # A kill between two optimizer steps would lose the gradients that wait for the next, so they are saved.
         waiting = [torch.zeros(0) if p.grad is None else p.grad for p in self.model.parameters()]
         parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "step")}
-        return {**parts, "place": self.place, "waiting": waiting}
+        return {**parts, "order": self.order.state_dict(self.trained), "waiting": waiting}
 
     def load(self, state: dict[str, Any]) -> None:
-        for name in ("model", "optimizer", "step"):
-            getattr(self, name).load_state_dict(state[name])
-        if isinstance(self.order, Order):
-            self.order.next_epoch, self.order.done = state["place"][0], state["place"][1] * BATCH
+        for name in ("model", "optimizer", "step", "order"):
+            if name != "order" or self.step.sampler is None:  # which the step's state has
+                getattr(self, name).load_state_dict(state[name])
         for parameter, gradient in zip(self.model.parameters(), state["waiting"], strict=True):
             parameter.grad = gradient if gradient.numel() else None
 
@@ -132,5 +115,4 @@ def killed_and_resumed(
 def assert_nothing_was_lost(whole: Training, killed: Training, resumed: Training) -> None:
     """Bit for bit."""
     assert killed.trace + resumed.trace == whole.trace
-    ours, theirs = ({k: v for k, v in each.state().items() if k != "place"} for each in (resumed, whole))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(resumed.state(), whole.state(), rtol=0, atol=0, equal_nan=True)
