@@ -155,24 +155,21 @@ def test_alone_they_are_the_selector_itself(ranks: Ranks):
     assert records[0].imbalance == 1
 
 
-def selected(ranks: Ranks, selector: object = HARDEST, scores: object = None, *context: object) -> object:
-    return ranks.select(selector, torch.ones(2) if scores is None else scores, *context)
-
-
+TWO = torch.ones(2)
 REFUSED = {  # by the sentence
-    "Global got selector=None, a NoneType, but a selector was needed": lambda: selected(Global(), None),
-    "Local got selector=<class 'rowprop.TopK'>, a type, but a selector": lambda: selected(Local(), rowprop.TopK),
-    r"Local got scores of shape \(2, 2\)": lambda: selected(Local(), scores=torch.ones(2, 2)),
-    r"Global got scores=\[1.0\], a list, but a tensor": lambda: selected(Global(), scores=[1.0]),
-    "Local got context=<torch.*, a Generator, but a rowprop.selection.Context was needed": lambda: selected(
-        Local(), HARDEST, None, torch.Generator()
+    "Global got selector=None, a NoneType, but a selector was needed": lambda: Global().select(None, TWO),
+    "Local got selector=<class 'rowprop.TopK'>, a type, but a selector": lambda: Local().select(rowprop.TopK, TWO),
+    r"Local got scores of shape \(2, 2\)": lambda: Local().select(HARDEST, torch.ones(2, 2)),
+    r"Global got scores=\[1.0\], a list, but a tensor": lambda: Global().select(HARDEST, [1.0]),
+    "Local got context=<.*, a Generator, but a rowprop.selection": lambda: Local().select(
+        HARDEST, TWO, torch.Generator()
     ),
-    r"ids came as a tensor of shape \(3,\) and dtype torch.int64 but int64 of shape \(2,\)": lambda: selected(
-        Global(), HARDEST, None, Context(ids=torch.arange(3))
+    r"ids came as a tensor of shape \(3,\) and dtype torch.int64 but int64 of shape \(2,\)": (
+        lambda: Global().select(HARDEST, TWO, Context(ids=torch.arange(3)))
     ),
     "Global got group=5, a int, but a process group or a one": lambda: Global(5),
     "SelectiveBackprop got ranks=<class 'rowprop.distributed.Local'>, a ABCMeta, but rowprop.distributed.Local": (
-        lambda: worker.step_of(nn.Linear(3, 1), rowprop.TopK(0.5), Local)
+        lambda: worker.step_of(nn.Linear(3, 1), HARDEST, Local)
     ),
     r"mean got a tensor of shape \(\) .* but the losses of the kept rows were needed": lambda: mean(torch.ones(())),
     "mean got group='all', a str, but a process group or a one-dimensional": lambda: mean(torch.ones(2), "all"),
