@@ -359,8 +359,23 @@ def histories() -> Figures:
     """Ranks end with the newest entry of each row, and draw alike from what each of them learned.
 
     Red when: the largest loss counts instead of the latest, synchronising twice adds the counts twice, or the sampler
-    does not synchronise the history before it draws.
+    does not synchronise the history before it draws; `newest &= mine["age"] == age` is dropped (the lowest rank's loss
+    would go with another's age), or an exchange without news stamps rows that nobody stored (the entry of the lowest
+    rank, which has no loss, would win the tie).
     """
+    row, first = torch.tensor([0]), dist.get_rank() == 0
+    history = LossHistory(3)  # of entries of one update the one visited most since counts
+    history.update(row, torch.tensor([1.0 if first else 2.0]))
+    history.update(*((row + 1, torch.tensor([5.0])) if first else (row, torch.tensor([torch.nan]))))
+    history.synchronise()
+    assert history.losses_of(torch.arange(2)).tolist() == [2, 5] and history.age_of(row).item() == 1
+    assert history.count_of(row).item() == 1 + 2 * (world() - 1)
+    history = LossHistory(3)
+    history.synchronise()
+    history.update(*((row + 1, torch.tensor([5.0])) if first else (row, torch.tensor([2.0]))))
+    history.synchronise()
+    assert history.losses_of(torch.arange(2)).tolist() == [2, 5]
+
     rank, ids, generator = dist.get_rank(), torch.arange(8), torch.Generator().manual_seed(9)
     visits = []
     for _ in range(7):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -396,71 +394,3 @@ def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
     assert seen == [(8, False), (2, True), (2, True), (2, True), (6, False), (2, True)]
     torch.testing.assert_close(history.losses_of(ids), losses_fn(model, batch).detach())
     assert history.count_of(ids).tolist() == [4 if row in hardest.tolist() else 0 for row in range(8)]
-
-
-class Threads:
-    """torch.distributed for two ranks that are threads: their tensors meet at a barrier."""
-
-    ReduceOp = torch.distributed.ReduceOp
-
-    def __init__(self) -> None:
-        self.ranks, self.given, self.barrier = threading.local(), [torch.empty(0)] * 2, threading.Barrier(2, timeout=60)
-
-    def run(self, *calls: Callable[[], object]) -> None:
-        def ranked(rank: int) -> None:
-            self.ranks.rank = rank
-            calls[rank]()
-
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(ranked, range(2)))
-
-    def get_rank(self, group: object = None) -> int:
-        return self.ranks.rank
-
-    def get_world_size(self, group: object = None) -> int:
-        return 2
-
-    def get_backend(self, group: object = None) -> str:
-        return "gloo"
-
-    def all_reduce(self, values: Tensor, op: object, group: object = None) -> None:
-        self.given[self.get_rank()] = values.clone()
-        self.barrier.wait()
-        together = torch.stack(self.given)
-        values.copy_(together.sum(0) if op == self.ReduceOp.SUM else together.amax(0))
-        self.barrier.wait()
-
-
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
-    threads = Threads()
-    monkeypatch.setattr(rowprop.history.losses, "dist", threads)
-    monkeypatch.setattr(rowprop.history.losses, "process_group", lambda group: "both")
-    return threads
-
-
-def test_of_entries_of_one_update_the_one_visited_most_since_counts(threads: Threads):
-    # Red when: `newest &= mine["age"] == age` is dropped: the lowest rank's loss would go with the other's age;
-    # synchronising twice adds the counts twice.
-    first, second, row = LossHistory(3), LossHistory(3), torch.tensor([0])
-    first.update(row, torch.tensor([1.0]))
-    second.update(row, torch.tensor([2.0]))
-    first.update(row + 1, torch.tensor([5.0]))
-    second.update(row, torch.tensor([math.nan]))  # a visit without a loss: a visit older
-    for _ in range(2):  # without news it changes nothing
-        threads.run(first.synchronise, second.synchronise)
-    for history in (first, second):
-        assert (history.losses_of(row).item(), history.age_of(row).item()) == (2, 1)
-        assert history.losses_of(row + 1).item() == 5.0 and history.count_of(row).item() == 3
-
-
-def test_a_loss_that_one_rank_stores_after_an_exchange_without_news_is_known_to_all(threads: Threads):
-    # Red when: the exchange stamps rows that nobody stored with the number of a later update: the lowest rank's entry,
-    # which has no loss, would win the tie.
-    first, second, row = LossHistory(3), LossHistory(3), torch.tensor([0])
-    threads.run(first.synchronise, second.synchronise)
-    first.update(row + 1, torch.tensor([5.0]))
-    second.update(row, torch.tensor([2.0]))
-    threads.run(first.synchronise, second.synchronise)
-    for history in (first, second):
-        assert history.losses_of(torch.tensor([0, 1])).tolist() == [2.0, 5.0]
