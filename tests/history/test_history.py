@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import rowprop
-from remembered import Remembered
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, StaleScorer, WithIds
 from rowprop.scoring import score_without_graph
@@ -85,6 +84,31 @@ def test_ids_of_a_subset_are_those_of_what_is_wrapped():
     assert list(WithIds(Subset(Squares(9), places))) == [(0, 49.0), (1, 4.0), (2, 25.0)]
     assert next(iter(DataLoader(Subset(WithIds(Fetched(9)), places), 3)))[0].tolist() == places
     assert WithIds(Squares(9))[-1] == (8, 64.0) and len(WithIds(Squares(9))) == 9
+
+
+class Remembered:
+    """The same memory as a plain dictionary, one row at a time."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def row(self, number: int) -> dict[str, float]:
+        return self.rows.setdefault(number, {"loss": math.nan, "age": 0, "count": 0, "scored": False})
+
+    def store(self, ids: list[int], losses: list[float]) -> None:
+        for number, loss in zip(ids, losses, strict=True):
+            if not math.isnan(loss):
+                self.row(number).update(loss=loss, scored=True)
+
+    def update(self, ids: list[int], losses: list[float], rows: list[int]) -> None:
+        for place in rows:
+            self.row(ids[place])["count"] += 1
+        last = {number: loss for number, loss in zip(ids, losses, strict=True) if not math.isnan(loss)}
+        for number in set(ids):
+            row = self.row(number)
+            row["loss"] = last.get(number, row["loss"])
+            row["age"] = 0 if number in last or row["scored"] else row["age"] + 1
+            row["scored"] = False
 
 
 @pytest.mark.parametrize("size", [None, SIZE], ids=["hashed", "dense"])
