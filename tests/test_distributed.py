@@ -1,6 +1,6 @@
 """Selection across ranks: the figures of worlds of two and four gloo processes, and the end of ranks left alone.
 
-The ranks run ``distributed_worker.py``, one torchrun for all checks of a world. ``pytest -rP`` prints the figures.
+The ranks are forks of ``distributed_worker.py``, one world for all checks. ``pytest -rP`` prints the figures.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,30 +24,29 @@ from rowprop.selection import Context, PerClass
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 WORKER = Path(worker.__file__)
-HANG_S = 240  # far more than anything here takes
-CHECKS = [function.__name__ for function in worker.CHECKS]
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has SyncBatchNorm for accelerators only")
-GPU_CHECKS = [pytest.param(function.__name__, marks=[pytest.mark.gpu, NO_GPU]) for function in worker.GPU_CHECKS]
+HARDEST = rowprop.TopK(0.5)
+HANG_S = 600  # far more than anything here takes, on a busy machine too
 
 
-def torchrun(size: int, *script: object) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    return subprocess.run(
-        [*launch, *map(str, script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_S, check=False
-    )
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
-def run_world(size: int, folder: Path) -> list[dict]:
-    """Start ``size`` ranks and return the figures of each."""
-    done = torchrun(size, WORKER, folder)
-    written = [folder / f"{rank}.json" for rank in range(size)]
-    assert all(path.exists() for path in written), done.stderr
-    return [json.loads(path.read_text()) for path in written]
-
-
-@pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
-    return {size: run_world(size, tmp_path_factory.mktemp("world")) for size in worker.SIZES}
+def check_world(kind: str, size: int, folder: Path) -> None:
+    done = run(WORKER, kind, size, folder)
+    checks = {"checks": worker.CHECKS, "gpu": worker.GPU_CHECKS}[kind]
+    for rank in range(size):
+        path = folder / f"{rank}.json"
+        assert path.exists(), done.stderr
+        found = json.loads(path.read_text())
+        for check, figures in found.items():
+            assert isinstance(figures, dict), figures  # else it is a traceback
+            for name, error in figures.items():
+                limit = 1e-12 if "float64" in name else 1e-5 if check == "training" else 1e-6
+                print(f"rank {rank} of {size}, {check}: {name}: {error:.1e}")
+                assert error <= limit, f"{check}: {name}"
+        assert [*found] == [function.__name__ for function in checks]
 
 
 # Turned red, once each: the factor W left out of Global, of Local or of mean, K_r in place of K, the last rank's scores
@@ -58,18 +56,16 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
 # Local or of mean, a rank without tokens that asks its selector, refuses under "drop" or makes the mean of all NaN, the
 # mean of the ranks' means, positions not gathered; the autograd functions of DDP or FSDP2 made dense, cut forgotten,
 # no backward on a rank that keeps none.
-
-
 @pytest.mark.parametrize("size", worker.SIZES)
-@pytest.mark.parametrize("check", CHECKS + GPU_CHECKS)
-def test_ranks_together_are_one_process(worlds: dict[int, list[dict]], size: int, check: str):
-    for rank, found in enumerate(worlds[size]):
-        figures = found.get(check, "not reached: an earlier check failed")
-        assert isinstance(figures, dict), figures
-        for name, error in figures.items():
-            limit = 1e-12 if "float64" in name else 1e-5 if check == "training" else 1e-6
-            print(f"rank {rank} of {size}, {check}: {name}: {error:.1e}")
-            assert error <= limit, name
+def test_ranks_together_are_one_process(size: int, tmp_path: Path):
+    check_world("checks", size, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has SyncBatchNorm for accelerators only")
+@pytest.mark.parametrize("size", worker.SIZES)
+def test_ranks_with_accelerators_are_one_process(size: int, tmp_path: Path):
+    check_world("gpu", size, tmp_path)
 
 
 def test_the_code_of_the_docs_runs_on_two_ranks(tmp_path: Path):
@@ -82,47 +78,19 @@ def test_the_code_of_the_docs_runs_on_two_ranks(tmp_path: Path):
     through = f"open({str(tmp_path)!r} + f'/{{dist.get_rank()}}', 'x')\ndist.barrier()\n"
     script = tmp_path / "train.py"
     script.write_text(code.replace(end, "") + through + end)
-    done = torchrun(2, script)
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
     assert all((tmp_path / str(rank)).exists() for rank in range(2)), done.stderr
     kept = re.search(r"kept \((\d+), (\d+)\)", done.stdout)
     assert kept is not None
     assert int(kept[1]) + int(kept[2]) == 16
 
 
-# --- a rank that is gone ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cause", ["dies", "silent"])
 def test_a_rank_left_alone_ends_with_an_error(cause: str):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), cause],
-            env=ENVIRONMENT | where | {"RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ranks[0].stdin.close()
-        ranks[0].stdin = None
-        out, error = ranks[0].communicate(timeout=HANG_S)
-        ranks[1].communicate(timeout=HANG_S)  # ends its input, and so its silence
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert out == "one step done\n"
-    assert ranks[0].returncode == 1
-    assert "in _gathered" in error  # it was the selection that did not hang
-
-
-# --- two ranks in one process, each after the other -------------------------------------------------------------------
+    done = run(WORKER, cause)
+    assert done.stdout == "one step done\n"
+    assert done.returncode == 1
+    assert "in _gathered" in done.stderr  # it was the selection that did not hang
 
 
 def test_weights_that_stand_for_all_rows_are_scaled_by_rows_and_not_by_what_is_kept(monkeypatch):
@@ -166,9 +134,6 @@ def test_a_mean_over_few_rows_of_all_ranks_is_over_these(monkeypatch, others):
     assert ours.item() / 2 == pytest.approx(6 / (1 + others), rel=1e-6)  # DDP averages: this rank's part of the mean
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [Global(), Local()], ids=repr)
 def test_alone_they_are_the_selector_itself(ranks: Ranks):
     scores = torch.tensor([0.5, 3.0, 1.0, 2.0])
@@ -190,40 +155,29 @@ def test_alone_they_are_the_selector_itself(ranks: Ranks):
     assert records[0].imbalance == 1
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (
-            lambda: Global().select(None, torch.ones(2)),
-            "Global got selector=None, a NoneType, but a selector was needed",
-        ),
-        (lambda: Local().select(rowprop.TopK(0.5), torch.ones(2, 2)), r"Local got scores of shape \(2, 2\)"),
-        (
-            lambda: mean(torch.ones(())),
-            r"mean got a tensor of shape \(\) .* but the losses of the kept rows were needed",
-        ),
-        (
-            lambda: Local().select(rowprop.TopK, torch.ones(2)),
-            "Local got selector=<class 'rowprop.TopK'>, a type, but a selector",
-        ),
-        (lambda: Global(5), "Global got group=5, a int, but a process group or a one"),
-        (lambda: Global().select(rowprop.TopK(0.5), [1.0]), r"Global got scores=\[1.0\], a list, but a tensor"),
-        (
-            lambda: Local().select(rowprop.TopK(0.5), torch.ones(2), torch.Generator()),
-            "Local got context=<torch.*, a Generator, but a rowprop.selection.Context was needed",
-        ),
-        (
-            lambda: Global().select(rowprop.TopK(0.5), torch.ones(2), Context(ids=torch.arange(3))),
-            r"ids came as a tensor of shape \(3,\) and dtype torch.int64 but int64 of shape \(2,\)",
-        ),
-        (
-            lambda: rowprop.SelectiveBackprop(nn.Linear(3, 1), worker.given, rowprop.TopK(0.5), ranks=Local),
-            "SelectiveBackprop got ranks=<class 'rowprop.distributed.Local'>, a ABCMeta, but rowprop.distributed.Local",
-        ),
-        (lambda: mean(torch.ones(2), "all"), "mean got group='all', a str, but a process group or a one-dimensional"),
-        (lambda: mean([1.0]), "mean got a list but the losses of the kept rows were needed"),
-    ],
-)
-def test_bad_input_is_refused_in_one_sentence(call, sentence: str):
+TWO = torch.ones(2)
+REFUSED = {  # by the sentence
+    "Global got selector=None, a NoneType, but a selector was needed": lambda: Global().select(None, TWO),
+    "Local got selector=<class 'rowprop.TopK'>, a type, but a selector": lambda: Local().select(rowprop.TopK, TWO),
+    r"Local got scores of shape \(2, 2\)": lambda: Local().select(HARDEST, torch.ones(2, 2)),
+    r"Global got scores=\[1.0\], a list, but a tensor": lambda: Global().select(HARDEST, [1.0]),
+    "Local got context=<.*, a Generator, but a rowprop.selection": lambda: Local().select(
+        HARDEST, TWO, torch.Generator()
+    ),
+    r"ids came as a tensor of shape \(3,\) and dtype torch.int64 but int64 of shape \(2,\)": (
+        lambda: Global().select(HARDEST, TWO, Context(ids=torch.arange(3)))
+    ),
+    "Global got group=5, a int, but a process group or a one": lambda: Global(5),
+    "SelectiveBackprop got ranks=<class 'rowprop.distributed.Local'>, a ABCMeta, but rowprop.distributed.Local": (
+        lambda: worker.step_of(nn.Linear(3, 1), HARDEST, Local)
+    ),
+    r"mean got a tensor of shape \(\) .* but the losses of the kept rows were needed": lambda: mean(torch.ones(())),
+    "mean got group='all', a str, but a process group or a one-dimensional": lambda: mean(torch.ones(2), "all"),
+    "mean got a list but the losses of the kept rows were needed": lambda: mean([1.0]),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_bad_input_is_refused_in_one_sentence(sentence: str):
     with pytest.raises(InvalidInput, match=sentence):
-        call()
+        REFUSED[sentence]()

@@ -1,4 +1,4 @@
-"""One rank of the worlds that test_distributed.py starts with torchrun; writes its figures to ``FOLDER/RANK.json``.
+"""The worlds that test_distributed.py starts: forks of this process, which write their figures to ``FOLDER/RANK.json``.
 
 Each check compares the ranks together with one process that has the whole batch, plain indexing, and no process group.
 Figures are largest absolute differences; all else is asserted here.
@@ -9,7 +9,10 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
+import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +20,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -33,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 import rowprop
 from rowprop.distributed import Global, Local, mean
 from rowprop.engines import Sliced
-from rowprop.history import LossHistory, ReducibleLoss, StaleScorer
+from rowprop.history import LossHistory, PruningSampler, ReducibleLoss, StaleScorer
 from rowprop.selection import Context, PerClass
 
 SIZES = {2: (5, 9), 4: (3, 6, 4, 5)}  # N of each rank
@@ -54,9 +58,6 @@ def check(function: Callable[[], Figures]) -> Callable[[], Figures]:
 def gpu_check(function: Callable[[], Figures]) -> Callable[[], Figures]:
     GPU_CHECKS.append(function)
     return function
-
-
-# --- the model, the batch, and the wrappers ---------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -99,18 +100,26 @@ def whole(parts: list[Batch]) -> Batch:
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
-def wrapped(wrapper: str, model: nn.Module) -> nn.Module:
-    model = copy.deepcopy(model)
-    if wrapper == "ddp":
-        return DistributedDataParallel(model)
+def sharded(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (world(),))
     for child in model.children():
         fully_shard(child, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
+def wrapped(wrapper: str, model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    return DistributedDataParallel(model) if wrapper == "ddp" else sharded(model)
+
+
 def dense(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def step_of(
+    model: nn.Module, selector: Any, ranks: Any = None, losses_fn: Any = losses_of, **options: Any
+) -> rowprop.SelectiveBackprop:
+    return rowprop.SelectiveBackprop(model, losses_fn, selector, ranks=ranks or Global(), **options)
 
 
 def grads_of(model: nn.Module) -> list[Tensor]:
@@ -139,9 +148,6 @@ def averaged(value: Tensor) -> Tensor:
     value = value.detach().clone()
     dist.all_reduce(value)
     return value / world()
-
-
-# --- selectors and their union, written down again --------------------------------------------------------------------
 
 
 def proportional(scores: Tensor, context: Context) -> rowprop.Selection:
@@ -184,37 +190,31 @@ SELECTIONS = {
 }
 
 
-# --- the checks -------------------------------------------------------------------------------------------------------
-
-
 @check
 def gradients() -> Figures:
     """The step: every wrapper, engine and way to select; rows spread over the ranks, or all on one of them."""
-    figures = {}
-    for wrapper in WRAPPERS:
-        for engine in ENGINES if world() == 2 else ENGINES[:1]:
-            for name, (selector, ranks, union) in SELECTIONS.items():
-                for hard in (None, world() - 1):
-                    parts = batch_of(1, hard=hard)
-                    model = wrapped(wrapper, Net())
-                    selective = rowprop.SelectiveBackprop(model, losses_of, selector, engine=engine, ranks=ranks)
-                    with rowprop.watch() as report:
-                        loss, record = selective(parts[dist.get_rank()])
-                        loss.backward()
-                    if hard is not None and name == "global":
-                        assert [kept > 0 for kept in record.kept_by_rank] == [r == hard for r in range(world())]
-                        assert record.imbalance == world()
-                    assert record.num_kept == record.kept_by_rank[dist.get_rank()] == record.selection.num_kept
-                    dropped = record.num_kept < record.num_rows
-                    assert bool(report.sliced) == (engine == "sliced" and dropped), report
-                    assert not report.densified, report
+    figures, rank = {}, dist.get_rank()
+    ways = itertools.product(WRAPPERS, ENGINES if world() == 2 else ENGINES[:1], SELECTIONS, (None, world() - 1))
+    for wrapper, engine, name, hard in ways:
+        selector, ranks, union = SELECTIONS[name]
+        parts, model = batch_of(1, hard=hard), wrapped(wrapper, Net())
+        selective = step_of(model, selector, ranks, engine=engine)
+        with rowprop.watch() as report:
+            loss, record = selective(parts[rank])
+            loss.backward()
+        if hard is not None and name == "global":
+            assert [kept > 0 for kept in record.kept_by_rank] == [r == hard for r in range(world())]
+            assert record.imbalance == world()
+        assert record.num_kept == record.kept_by_rank[rank] == record.selection.num_kept
+        assert bool(report.sliced) == (engine == "sliced" and record.num_kept < record.num_rows), report
+        assert not report.densified, report
 
-                    losses = [losses_of(Net(), part).detach() for part in parts]
-                    torch.testing.assert_close(record.loss_all, torch.cat(losses).mean())
-                    torch.testing.assert_close(averaged(loss), union(losses))
-                    expected = truth(lambda net, union=union, parts=parts: union([losses_of(net, p) for p in parts]))
-                    where = "spread" if hard is None else "on one rank"
-                    figures[f"{wrapper}, {engine}, {name}, {where}"] = difference(grads_of(model), expected)
+        losses = [losses_of(Net(), part).detach() for part in parts]
+        torch.testing.assert_close(record.loss_all, torch.cat(losses).mean())
+        torch.testing.assert_close(averaged(loss), union(losses))
+        expected = truth(lambda net, union=union, parts=parts: union([losses_of(net, p) for p in parts]))
+        where = "spread" if hard is None else "on one rank"
+        figures[f"{wrapper}, {engine}, {name}, {where}"] = difference(grads_of(model), expected)
     return figures
 
 
@@ -236,7 +236,7 @@ def compiled() -> Figures:
     expected = truth(lambda net: top_of_all([losses_of(net, part) for part in parts]))
     for name, make in makers.items() if world() == 2 else ():
         model = make()
-        selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.25), engine="sliced", ranks=Global())
+        selective = step_of(model, rowprop.TopK(0.25), engine="sliced")
         with rowprop.watch() as report:
             loss, _ = selective(parts[dist.get_rank()])
             loss.backward()
@@ -247,7 +247,7 @@ def compiled() -> Figures:
 
 @check
 def by_hand() -> Figures:
-    """The same without the step: ``pick`` with ``mean``, ``pick`` with a selector."""
+    """The same without the step: ``pick`` with ``mean``."""
     figures = {}
     rank = dist.get_rank()
     parts = batch_of(2)
@@ -264,16 +264,6 @@ def by_hand() -> Figures:
             torch.testing.assert_close(averaged(loss), union(Net()).detach())
             figures[f"{wrapper}, mean, {fewest} and more"] = difference(grads_of(model), truth(union))
 
-        hard = batch_of(2, hard=0)
-        model = wrapped(wrapper, Net())
-        losses = losses_of(model, hard[rank])
-        selection = Global().select(rowprop.TopK(0.1), losses.detach())
-        assert (selection.num_kept > 0) == (rank == 0)
-        (rowprop.pick(losses, selection) * selection.weights).sum().backward()
-        count = -(-sum(SIZES[world()]) // 10)
-        expected = truth(lambda net, hard=hard, count=count: losses_of(net, whole(hard)).topk(count).values.mean())
-        figures[f"{wrapper}, selector"] = difference(grads_of(model), expected)
-
     nothing = mean(torch.zeros(0, requires_grad=True))
     assert nothing.item() == 0
     nothing.backward()
@@ -288,7 +278,7 @@ def accumulation() -> Figures:
     batches = [batch_of(seed, hard=seed % 2 if seed else None) for seed in range(3)]
     for wrapper in WRAPPERS:
         model = wrapped(wrapper, Net())
-        selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.25), ranks=Global())
+        selective = step_of(model, rowprop.TopK(0.25))
         for step, parts in enumerate(batches):
             last = step == len(batches) - 1
             if wrapper == "fsdp":
@@ -300,11 +290,8 @@ def accumulation() -> Figures:
 
         for engine in ENGINES if world() == 2 else ENGINES[:1]:
             model, alone = wrapped(wrapper, Net()), Net()
-            quota = dict(accumulate_to=7)
-            ours = rowprop.SelectiveBackprop(
-                model, losses_of, rowprop.TopK(0.25), engine=engine, ranks=Global(), **quota
-            )
-            theirs = rowprop.SelectiveBackprop(alone, losses_of, rowprop.TopK(0.25), engine="masked", **quota)
+            ours = step_of(model, rowprop.TopK(0.25), engine=engine, accumulate_to=7)
+            theirs = rowprop.SelectiveBackprop(alone, losses_of, rowprop.TopK(0.25), engine="masked", accumulate_to=7)
             ready = worst = 0.0
             for seed in range(4):
                 parts = batch_of(10 + seed, hard=0 if seed == 1 else None)
@@ -333,7 +320,7 @@ def training() -> Figures:
     runs = [("ddp", torch.float32), ("fsdp", torch.float64)]
     for wrapper, dtype in runs if world() == 2 else runs[:1]:
         model, alone = wrapped(wrapper, Net(dtype)), Net(dtype)
-        selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.25), ranks=Global())
+        selective = step_of(model, rowprop.TopK(0.25))
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (model, alone)]
         begin = [parameter.detach().clone() for parameter in alone.parameters()]
         for step in range(100):
@@ -353,19 +340,94 @@ def training() -> Figures:
 def draws() -> Figures:
     """A global draw follows the seed of the first rank alone; a local draw follows the seed of its rank."""
     rank, sizes = dist.get_rank(), SIZES[world()]
-    own, first = torch.Generator().manual_seed(100 + rank), torch.Generator().manual_seed(100)
-    drawn = Global().select(rowprop.RandomRows(0.5), torch.zeros(sizes[rank]), Context(generator=own)).rows + sum(
-        sizes[:rank]
-    )
-    expected = rowprop.RandomRows(0.5)(torch.zeros(sum(sizes)), Context(generator=first)).rows
-    assert torch.cat(everyones(drawn)).tolist() == expected.tolist()
 
-    own = torch.Generator().manual_seed(100 + rank)
-    drawn = Local().select(rowprop.RandomRows(0.25), torch.zeros(64), Context(generator=own)).rows
-    for other, rows in enumerate(everyones(drawn)):
-        seeded = torch.Generator().manual_seed(100 + other)
-        assert torch.equal(rows, rowprop.RandomRows(0.25)(torch.zeros(64), Context(generator=seeded)).rows)
-    assert len({tuple(rows.tolist()) for rows in everyones(drawn)}) == world()
+    def drawn(keep: float, rows: int, seed: int, select: Any = None) -> Tensor:
+        selector, context = rowprop.RandomRows(keep), Context(generator=torch.Generator().manual_seed(seed))
+        scores = torch.zeros(rows)
+        return (selector(scores, context) if select is None else select(selector, scores, context)).rows
+
+    ours = drawn(0.5, sizes[rank], 100 + rank, Global().select) + sum(sizes[:rank])
+    assert torch.cat(everyones(ours)).tolist() == drawn(0.5, sum(sizes), 100).tolist()
+    local = everyones(drawn(0.25, 64, 100 + rank, Local().select))
+    assert all(torch.equal(rows, drawn(0.25, 64, 100 + other)) for other, rows in enumerate(local))
+    assert len({tuple(rows.tolist()) for rows in local}) == world()
+    return {}
+
+
+@check
+def histories() -> Figures:
+    """Ranks end with the newest entry of each row, and draw alike from what each of them learned.
+
+    Red when: the largest loss counts instead of the latest, synchronising twice adds the counts twice, or the sampler
+    does not synchronise the history before it draws; `newest &= mine["age"] == age` is dropped (the lowest rank's loss
+    would go with another's age), or an exchange without news stamps rows that nobody stored (the entry of the lowest
+    rank, which has no loss, would win the tie).
+    """
+    row, first = torch.tensor([0]), dist.get_rank() == 0
+    history = LossHistory(3)  # of entries of one update the one visited most since counts
+    history.update(row, torch.tensor([1.0 if first else 2.0]))
+    history.update(*((row + 1, torch.tensor([5.0])) if first else (row, torch.tensor([torch.nan]))))
+    history.synchronise()
+    assert history.losses_of(torch.arange(2)).tolist() == [2, 5] and history.age_of(row).item() == 1
+    assert history.count_of(row).item() == 1 + 2 * (world() - 1)
+    history = LossHistory(3)
+    history.synchronise()
+    history.update(*((row + 1, torch.tensor([5.0])) if first else (row, torch.tensor([2.0]))))
+    history.synchronise()
+    assert history.losses_of(torch.arange(2)).tolist() == [2, 5]
+
+    rank, ids, generator = dist.get_rank(), torch.arange(8), torch.Generator().manual_seed(9)
+    visits = []
+    for _ in range(7):
+        losses = torch.rand(world(), 3, generator=generator)
+        losses[torch.rand(world(), 3, generator=generator) < 0.3] = torch.nan
+        visits.append([(torch.randperm(7, generator=generator)[:3], each, torch.tensor([0, 2])) for each in losses])
+
+    entries: list[dict[int, tuple[int, int, float]]] = [{} for _ in range(world())]  # step, visits since, loss
+    counts = [0] * 8
+
+    def exchange() -> None:
+        for row in range(8):
+            held = [(*of[row][:2], -holder, of[row]) for holder, of in enumerate(entries) if row in of]
+            for of in entries if held else ():
+                of[row] = max(held)[3]
+
+    for step, by_rank in enumerate(visits):
+        for of, (rows, losses, chosen) in zip(entries, by_rank, strict=True):
+            for place, (row, loss) in enumerate(zip(rows.tolist(), losses.tolist(), strict=True)):
+                counts[row] += place in chosen.tolist()
+                if not math.isnan(loss):
+                    of[row] = (step, 0, loss)
+                elif row in of:
+                    of[row] = (of[row][0], of[row][1] + 1, of[row][2])
+        if step % 3 == 2:
+            exchange()
+    exchange()
+    assert len(entries[0]) == 7
+    for size in (8, None):
+        history = LossHistory(size)
+        for step, by_rank in enumerate(visits):
+            history.update(*by_rank[rank])
+            if step % 3 == 2:
+                history.synchronise()
+        history.synchronise()
+        history.synchronise()  # without news it changes nothing
+        expected = torch.tensor([entries[0].get(row, (0, 0, torch.nan))[2] for row in range(8)])
+        torch.testing.assert_close(history.losses_of(ids), expected, equal_nan=True)
+        assert history.count_of(ids).tolist() == counts
+        columns = [history._read(name, ids) for name in ("loss", "age", "count", "shared", "stamp")]
+        for theirs in everyones(columns):
+            torch.testing.assert_close(columns, theirs, rtol=0, atol=0, equal_nan=True)
+
+        sampler = PruningSampler(history, num_rows=8, epochs=10, num_replicas=world(), rank=rank, seed=4)
+        for by_rank in visits[:3]:
+            orders, weights = everyones(list(sampler)), history.weights_of(ids)
+            assert all(torch.equal(weights, theirs) for theirs in everyones(weights)) and (weights == 0).any()
+            assert len({len(order) for order in orders}) == 1
+            drawn_rows = sorted(row for order in orders for row in order)
+            assert sorted({*drawn_rows}) == weights.nonzero().squeeze(1).tolist()
+            assert len(drawn_rows) - len({*drawn_rows}) < world()  # the rows that fill up
+            history.update(*by_rank[rank])
     return {}
 
 
@@ -406,11 +468,9 @@ def policies() -> Figures:
     values[last][1] = torch.nan
     top = rowprop.TopK(0.25)
 
-    def step(
-        ranks: Any, selector: Any, model: nn.Module | None = None, **options: Any
-    ) -> tuple[Tensor, rowprop.step.Record]:
+    def step(ranks: Any, selector: Any, model: nn.Module | None = None, **options: Any) -> Any:
         model = DistributedDataParallel(Given()) if model is None else model
-        return rowprop.SelectiveBackprop(model, given, selector, ranks=ranks, **options)(values[rank])
+        return step_of(model, selector, ranks, given, **options)(values[rank])
 
     kind, sentence = refused(lambda: step(Global(), top))
     assert kind == ("InvalidInput" if rank == 0 else "RankFailed"), sentence
@@ -445,22 +505,16 @@ def policies() -> Figures:
     kind, sentence = refused(lambda: step(Global(), top, nonfinite="drop"))
     assert kind == "InvalidInput" and f"All rows of rank {last}" in sentence
 
-    parts = batch_of(3)  # outside of the schedule, every row of an uneven batch counts alike
-    model = wrapped("ddp", Net())
-    whole_batch = rowprop.SelectiveBackprop(
-        model, losses_of, top, schedule=rowprop.schedule.Schedule(), total_steps=9, ranks=Local()
-    )
-    loss, record = whole_batch(parts[rank])
-    loss.backward()
-    assert record.kept_by_rank == SIZES[world()]
-    everything = difference(grads_of(model), truth(lambda net: losses_of(net, whole(parts)).mean()))
-    model = wrapped("ddp", Net())
-    whole_batch = rowprop.SelectiveBackprop(
-        model, losses_of, top, schedule=rowprop.schedule.Schedule(), total_steps=9, engine="recompute", ranks=Global()
-    )
-    whole_batch(parts[rank])[0].backward()
-    again = difference(grads_of(model), truth(lambda net: losses_of(net, whole(parts)).mean()))
-    return {"whole batches, local": everything, "whole batches, global": again}
+    parts, figures = batch_of(3), {}  # outside of the schedule, every row of an uneven batch counts alike
+    expected = truth(lambda net: losses_of(net, whole(parts)).mean())
+    for name, ranks, options in (("local", Local(), {}), ("global", Global(), {"engine": "recompute"})):
+        model = wrapped("ddp", Net())
+        whole_batch = step_of(model, top, ranks, schedule=rowprop.schedule.Schedule(), total_steps=9, **options)
+        loss, record = whole_batch(parts[rank])
+        loss.backward()
+        assert record.kept_by_rank == SIZES[world()]
+        figures[f"whole batches, {name}"] = difference(grads_of(model), expected)
+    return figures
 
 
 @check
@@ -479,9 +533,7 @@ def ids_and_classes() -> Figures:
     }.items():
         seeds = [torch.Generator().manual_seed(100 + other) for other in (rank, 0)]
         model, alone = wrapped("ddp", Net()), Net()
-        step = rowprop.SelectiveBackprop(
-            model, losses_of, selector, ranks=Global(), engine="sliced", generator=seeds[0]
-        )
+        step = step_of(model, selector, engine="sliced", generator=seeds[0])
         loss, record = step(parts[rank], ids=mine, classes=parts[rank][1])
         loss.backward()
         one = rowprop.SelectiveBackprop(alone, losses_of, selector, engine="masked", generator=seeds[1])
@@ -493,7 +545,7 @@ def ids_and_classes() -> Figures:
         torch.testing.assert_close(weights, record_alone.selection.weights)
         figures[name] = difference(grads_of(model), grads_of(alone))
 
-    step = rowprop.SelectiveBackprop(Given(), given, rowprop.TopK(0.5), ranks=Global())
+    step = step_of(Given(), rowprop.TopK(0.5), losses_fn=given)
     for field in ("ids", "classes"):  # of the last rank alone: refused everywhere, and nobody waits
         beside = {field: torch.arange(4)} if rank == world() - 1 else {}
         for call in (
@@ -529,49 +581,40 @@ def tokens() -> Figures:
     parts = [(x, torch.randint(4, x.shape[:2], generator=generator)) for x, _ in batch_of(11)]
     some = [torch.rand(y.shape, generator=generator) < 0.7 for _, y in parts]
     masks = {"some": some, "none on the last rank": [*some[:-1], torch.zeros_like(some[-1])]}
-    dropped = dict(nonfinite="drop")
-    for wrapper, (name, counted), options in itertools.product(WRAPPERS, masks.items(), ({}, dropped)):
-        for ranks, selector, kept_of in (
-            (
-                Global(),
-                rowprop.TopK(0.25),
-                lambda losses: [hardest(torch.cat(losses), -(-len(torch.cat(losses)) // 4))],
-            ),
-            (
-                Local(),
-                rowprop.selection.AboveMean(),
-                lambda losses: [(of > of.mean()).nonzero().squeeze(1) for of in losses],
-            ),
-        ):
-            net = TokenNet()
-            losses = [token_losses(net, part)[mask] for part, mask in zip(parts, counted, strict=True)]
-            among = [torch.cat(losses)] if isinstance(ranks, Global) else losses
-            kept = torch.cat(
-                [of[rows] for of, rows in zip(among, kept_of([of.detach() for of in losses]), strict=True)]
-            )
-            kept.mean().backward()
-            model = wrapped(wrapper, TokenNet())
-            step = rowprop.SelectiveBackprop(
-                model, token_losses, selector, unit="token", engine="sliced", ranks=ranks, **options
-            )
-            loss, record = step(parts[rank], counted=counted[rank])
-            loss.backward()
-            what = f"{wrapper}, {type(ranks).__name__}, {name}{', drop' * bool(options)}"
-            figures[what] = difference(grads_of(model), grads_of(net))
-            figures[f"{what}, loss of all"] = abs(float(record.loss_all - torch.cat(losses).mean().detach()))
-            assert sum(record.kept_by_rank) == len(kept)
-            assert record.num_rows == int(counted[rank].sum())
+    ways = (Global(), rowprop.TopK(0.25)), (Local(), rowprop.selection.AboveMean())
+
+    def kept_of(ranks: Any, losses: list[Tensor]) -> Tensor:
+        if isinstance(ranks, Local):
+            return torch.cat([of[of > of.detach().mean()] for of in losses])
+        everyone = torch.cat(losses)
+        return everyone[hardest(everyone.detach(), -(-len(everyone) // 4))]
+
+    for wrapper, (name, counted), options, (ranks, selector) in itertools.product(
+        WRAPPERS, masks.items(), ({}, {"nonfinite": "drop"}), ways
+    ):
+        net = TokenNet()
+        losses = [token_losses(net, part)[mask] for part, mask in zip(parts, counted, strict=True)]
+        kept = kept_of(ranks, losses)
+        kept.mean().backward()
+        model = wrapped(wrapper, TokenNet())
+        step = step_of(model, selector, ranks, token_losses, unit="token", engine="sliced", **options)
+        loss, record = step(parts[rank], counted=counted[rank])
+        loss.backward()
+        what = f"{wrapper}, {type(ranks).__name__}, {name}{', drop' * bool(options)}"
+        figures[what] = difference(grads_of(model), grads_of(net))
+        figures[f"{what}, loss of all"] = abs(float(record.loss_all - torch.cat(losses).mean().detach()))
+        assert sum(record.kept_by_rank) == len(kept)
+        assert record.num_rows == int(counted[rank].sum())
 
     # Positions are gathered beside the ids, for parts that know tokens by both.
     def earliest(scores: Tensor, context: Context) -> rowprop.Selection:
         return rowprop.TopK(1 / 6)(-(100.0 * context.positions + context.ids), context)
 
-    selective = rowprop.SelectiveBackprop(Given(), given, earliest, unit="token", engine="sliced", ranks=Global())
-    record = selective(torch.rand(2, 3), ids=torch.tensor([rank, world() + rank]))[1]
+    tokenwise = partial(step_of, Given(), earliest, losses_fn=given, unit="token", engine="sliced")
+    record = tokenwise()(torch.rand(2, 3), ids=torch.tensor([rank, world() + rank]))[1]
     assert record.selection.rows.tolist() == [0]  # the first token of each rank's first row
     for ranks in (Global(), Local()):
-        selective = rowprop.SelectiveBackprop(Given(), given, earliest, unit="token", engine="sliced", ranks=ranks)
-        loss, record = selective(torch.rand(2, 3), counted=torch.zeros(2, 3, dtype=torch.bool))
+        loss, record = tokenwise(ranks=ranks)(torch.rand(2, 3), counted=torch.zeros(2, 3, dtype=torch.bool))
         assert float(loss.detach()) == 0 and sum(record.kept_by_rank) == 0 and record.loss_all.isnan()
     return figures
 
@@ -636,22 +679,18 @@ def masks_of_tokens() -> Figures:
         losses.mean().backward()
         token_losses(other, whole(parts))[torch.cat(kept)].mean().backward()
         assert (difference(grads_of(other), grads_of(net)) > 1e-4) == (attention == "cut")
-        model = make()
-        for micro in range(1 if "static" in wrapper else 2):  # the same twice
+        model, micros = make(), 1 if "static" in wrapper else 2
+        for micro in range(micros):  # the same twice
+            last = micro == micros - 1
             if wrapper.startswith("fsdp"):
-                model.set_requires_gradient_sync(micro == 1)
-            with (
-                model.no_sync()
-                if wrapper.startswith("ddp") and "static" not in wrapper and not micro
-                else nullcontext()
-            ):
+                model.set_requires_gradient_sync(last)
+            with model.no_sync() if wrapper.startswith("ddp") and not last else nullcontext():
                 picked = rowprop.pick(token_losses(model, parts[rank]), kept[rank], attention=attention)
                 with rowprop.watch() as report:
                     mean(picked).backward()
         assert report.sliced and (attention == "exact" or not report.densified), report
         torch.testing.assert_close(averaged(mean(picked)), losses.mean().detach())
-        grads = [grad / (1 if "static" in wrapper else 2) for grad in grads_of(model)]
-        figures[f"{wrapper}, {name}, {attention}"] = difference(grads, grads_of(net))
+        figures[f"{wrapper}, {name}, {attention}"] = difference([g / micros for g in grads_of(model)], grads_of(net))
         # Each rank's own mean counts by its share of the kept tokens.
         model = make()
         own = rowprop.pick(token_losses(model, parts[rank]), kept[rank], attention=attention)
@@ -668,19 +707,12 @@ def facts() -> Figures:
     values = [torch.arange(1.0, size + 1) ** (2 + other) for other, size in enumerate(sizes)]
     own = Context(generator=torch.Generator().manual_seed(rank))
 
-    def averaged_sum(selection: rowprop.Selection) -> Tensor:
-        return averaged((values[rank][selection.rows] * selection.weights).sum())
-
-    even = Local().select(rowprop.selection.AboveMean(), values[rank])
-    assert not even.unbiased
-    figures["1/K"] = float((averaged_sum(even) / above_own_mean(values) - 1).abs())
     drawn = Local().select(rowprop.RandomRows(0.5), values[rank], own)
-    assert drawn.unbiased
+    assert drawn.unbiased and Local().select(over_all, values[rank]).unbiased
+    assert not Local().select(rowprop.selection.AboveMean(), values[rank]).unbiased
     expected = sum(values[r][rows].mean() * sizes[r] for r, rows in enumerate(everyones(drawn.rows))) / sum(sizes)
-    figures["1/K and unbiased"] = float((averaged_sum(drawn) / expected - 1).abs())
-    other = Local().select(over_all, values[rank])
-    assert other.unbiased
-    figures["unbiased"] = float((averaged_sum(other) / above_own_median_over_all(values) - 1).abs())
+    averaged_sum = averaged((values[rank][drawn.rows] * drawn.weights).sum())
+    figures["1/K and unbiased"] = float((averaged_sum / expected - 1).abs())
     assert Global().select(rowprop.RandomRows(0.5), values[rank], own).unbiased
     assert not Global().select(rowprop.TopK(0.5), values[rank]).unbiased
 
@@ -713,7 +745,7 @@ def batchnorm() -> Figures:
     hard = batch_for_normed()
     for name, engine in {"sliced": Sliced("exact"), "masked": "masked", "recompute": "recompute"}.items():
         model = wrapped("ddp", normed())
-        selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.15), engine=engine, ranks=Global())
+        selective = step_of(model, rowprop.TopK(0.15), engine=engine)
         loss, record = selective(hard[rank])
         loss.backward()
         assert record.kept_by_rank[0] >= 2 and not any(record.kept_by_rank[1:])
@@ -736,15 +768,8 @@ def stale_scores() -> Figures:
     if rank == 0:
         history.update(ids, torch.arange(float(len(ids))))
     model = wrapped("ddp", normed())  # which sends its buffers around in every forward
-    selective = rowprop.SelectiveBackprop(
-        model,
-        losses_of,
-        rowprop.TopK(0.5),
-        scorer=StaleScorer(losses_of, 9),
-        history=history,
-        engine="recompute",
-        ranks=Local(),
-    )
+    options = {"scorer": StaleScorer(losses_of, 9), "history": history, "engine": "recompute"}
+    selective = step_of(model, rowprop.TopK(0.5), Local(), **options)
     for _ in range(3):
         selective(part, ids=ids)[0].backward()
     grads = torch.cat([grad.flatten() for grad in grads_of(model)])
@@ -759,7 +784,7 @@ def sync_batchnorm() -> Figures:
     figures = {}
     for name, engine in {"sliced": Sliced("exact"), "masked": "masked"}.items():
         model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(normed()).to(device))
-        selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.15), engine=engine, ranks=Global())
+        selective = step_of(model, rowprop.TopK(0.15), engine=engine)
         x, y = parts[dist.get_rank()]
         loss, record = selective((x.to(device), y.to(device)))
         loss.backward()
@@ -792,23 +817,16 @@ def groups() -> Figures:
 
     for wrapper in WRAPPERS:
         model = wrapped(wrapper, Net())
-        options = dict(accumulate_to=8)
-        kind, sentence = refused(partial(rowprop.SelectiveBackprop, model, losses_of, rowprop.TopK(0.5), **options))
+        quota = partial(rowprop.SelectiveBackprop, model, losses_of, rowprop.TopK(0.5), accumulate_to=8)
+        kind, sentence = refused(quota)
         assert kind == "InvalidInput" and "all ranks must be ready together" in sentence
     model = wrapped("ddp", Net())
-    selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.5), ranks=Global())
+    selective = step_of(model, rowprop.TopK(0.5))
     with Join([model]):
         kind, sentence = refused(lambda: selective(batch_of(5)[rank]))
         assert kind == "UnsupportedOperation" and "inside Join" in sentence
         losses_of(model, batch_of(5)[rank]).sum().backward()
     return {}
-
-
-class Simple(nn.Sequential):
-    """One layer."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(3, 1))
 
 
 @check
@@ -842,31 +860,26 @@ def thinned() -> Figures:
     mine, rank = parts[dist.get_rank()], dist.get_rank()
     found: Figures = {}
 
-    def drawn(model: nn.Module, blocks: list[str]) -> list[Tensor]:
-        rowprop.thin(model, keep=0.5, blocks=blocks, generator=torch.Generator().manual_seed(rank))
+    def trained(model: nn.Module) -> list[Tensor]:
         for _ in range(2):
             model.zero_grad()
             losses_of(model, mine).mean().backward()
         return grads_of(model)
 
+    def drawn(model: nn.Module, prefix: str = "", wrap: Any = lambda model: model) -> list[Tensor]:
+        blocks = [f"{prefix}inner", f"{prefix}block"]
+        rowprop.thin(model, keep=0.5, blocks=blocks, generator=torch.Generator().manual_seed(rank))
+        return trained(wrap(model))
+
     exact = Net(torch.float64)
     losses_of(exact, mine).mean().backward()
-    alone = drawn(Net(torch.float64), ["inner", "block"])
+    alone = drawn(Net(torch.float64))
     assert not torch.equal(alone[0], grads_of(exact)[0])
     means = [averaged(grad) for grad in alone]
     for wrapper in WRAPPERS:
-        names = ["module.inner", "module.block"] if wrapper == "ddp" else ["inner", "block"]
-        found[f"{wrapper}, float64"] = difference(drawn(wrapped(wrapper, Net(torch.float64)), names), means)
-    early = Net(torch.float64)
-    rowprop.thin(early, keep=0.5, blocks=["inner", "block"], generator=torch.Generator().manual_seed(rank))
-    mesh = init_device_mesh("cpu", (world(),))
-    for child in early.children():
-        fully_shard(child, mesh=mesh)
-    fully_shard(early, mesh=mesh)
-    for _ in range(2):
-        early.zero_grad()
-        losses_of(early, mine).mean().backward()
-    found["wrapped after thin, float64"] = difference(grads_of(early), means)
+        model, prefix = wrapped(wrapper, Net(torch.float64)), "module." if wrapper == "ddp" else ""
+        found[f"{wrapper}, float64"] = difference(drawn(model, prefix), means)
+    found["wrapped after thin, float64"] = difference(drawn(Net(torch.float64), wrap=sharded), means)
     return found
 
 
@@ -913,28 +926,23 @@ def thinned_and_measured() -> Figures:
     return found
 
 
-# --- the other ranks when one fails ---------------------------------------------------------------------
-
-
 def left_alone(cause: str) -> None:
-    """Rank 1 leaves after the first step, or falls silent until its standard input ends; rank 0 goes on."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10 if cause == "dies" else 3))
-    selective = rowprop.SelectiveBackprop(Net(), losses_of, rowprop.TopK(0.25), ranks=Global())
-    rank = dist.get_rank()
+    """Rank 1 leaves after the first step, or falls silent; rank 0 goes on."""
+    selective, rank = step_of(Net(), rowprop.TopK(0.25)), dist.get_rank()
     selective(batch_of(0)[rank])[0].backward()
-    sys.stdout.write("one step done\n")
-    sys.stdout.flush()
     if rank == 1:
         if cause == "silent":
-            sys.stdin.read()
+            signal.pause()
         os._exit(1)
+    sys.stdout.write("one step done\n")
+    sys.stdout.flush()
     selective(batch_of(1)[rank])[0].backward()
     sys.stdout.write("not reached\n")
 
 
-def findings() -> Iterator[tuple[str, Figures | str]]:
+def findings(checks: list[Callable[[], Figures]]) -> Iterator[tuple[str, Figures | str]]:
     """The figures of each check, up to the first that failed: after that the ranks no longer run in step."""
-    for function in CHECKS + (GPU_CHECKS if torch.cuda.is_available() else []):
+    for function in checks:
         try:
             yield function.__name__, function()
         except Exception:
@@ -943,10 +951,9 @@ def findings() -> Iterator[tuple[str, Figures | str]]:
             return
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+def measured(checks: list[Callable[[], Figures]], folder: Path) -> None:
     found: dict[str, Figures | str] = {}
-    for name, finding in findings():
+    for name, finding in findings(checks):
         found[name] = finding
         (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     if any(isinstance(finding, str) for finding in found.values()):
@@ -954,9 +961,33 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def ranked(rank: int, size: int, meet: Path, timeout_s: int, work: Callable[[], None]) -> None:
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", f"file://{meet}", rank=rank, world_size=size, timeout=timeout)
+    work()
+
+
+def world_of(size: int, timeout_s: int, work: Callable[[], None]) -> int:
+    """Fork so many ranks, and end the others when the first has ended; returns its exit code."""
+    fork = multiprocessing.get_context("fork")
+    with TemporaryDirectory() as folder:
+        meet = Path(folder) / "meet"
+        ranks = [fork.Process(target=ranked, args=(rank, size, meet, timeout_s, work)) for rank in range(size)]
+        for rank in ranks:
+            rank.start()
+        ranks[0].join()
+        for rank in ranks[1:]:
+            rank.join(10 if ranks[0].exitcode == 0 else 1)
+            rank.kill()
+        return ranks[0].exitcode
+
+
+if __name__ == "__main__":  # dies | silent | checks SIZE FOLDER | gpu SIZE FOLDER
+    import torch._dynamo  # once for all ranks
+
     torch.set_num_threads(1)
-    if sys.argv[1] in ("dies", "silent"):
-        left_alone(sys.argv[1])
-    else:
-        main(Path(sys.argv[1]))
+    kind = sys.argv[1]
+    if kind in ("dies", "silent"):
+        sys.exit(world_of(2, 10 if kind == "dies" else 3, partial(left_alone, kind)))
+    work = partial(measured, CHECKS if kind == "checks" else GPU_CHECKS, Path(sys.argv[3]))
+    sys.exit(world_of(int(sys.argv[2]), 60, work))

@@ -1,4 +1,4 @@
-"""Steps with something slow planted in them, and healthy ones, for test_profile.py."""
+"""Steps with something slow planted in them, and healthy ones."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def masked() -> Step:
 
 PLANTED: dict[str, tuple[Callable[[], Step], str, str]] = {
     "a convolution's backward by hand": (
-        lambda: example("slow"), "custom_function", "GroupedBackwardConv2d in 2",
+        lambda: example("slow", dtype="float64"), "custom_function", "GroupedBackwardConv2d in 2",
     ),
     "a loop over rows in a backward": (
         lambda: dense(ByHand(64, 64), width=64), "custom_function", "RowByRow in 1",

@@ -15,12 +15,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from test_timing import WORKS_ON, Accelerator
 from torch import nn
 
 import gpu
 import rowprop
 from bench_step import Bench
+from queued_device import WORKS_ON, Accelerator
 from rowprop.cost.flops import count_flops
 
 SCRIPT = Path(gpu.__file__)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,32 +21,29 @@ from typer.testing import CliRunner
 from profile_cases import HEALTHY, PLANTED, example
 from rowprop.app.cli import app
 from rowprop.app.model import default_losses
-from rowprop.cost.findings import Calls, Node, Observed, Op, diagnose
+from rowprop.cost.findings import Calls, Finding, Node, Observed, Op, diagnose
 from rowprop.cost.profile import ENGINE, MARK, MODULE, Trace, profile
 from rowprop.cost.where import Modules
 from rowprop.errors import InvalidInput
+from untouched import untouched
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Run on one thread: tiny models gain nothing from more, and on a shared machine they wait for them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seeded(one_thread):
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
-# --- planted causes, and healthy steps --------------------------------------------------------------------------------
+@cache
+def planted(name: str) -> list[Finding]:
+    return profile(*PLANTED[name][0](), rounds=2).findings
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_cause_is_named_first(name: str):
-    make, kind, where = PLANTED[name]
-    findings = profile(*make(), rounds=5).findings
-    assert (findings[0].kind, findings[0].where) == (kind, where)
+    _, kind, where = PLANTED[name]
+    assert (planted(name)[0].kind, planted(name)[0].where) == (kind, where)
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -55,13 +53,11 @@ def test_nothing_is_said_of_a_healthy_step(name: str):
 
 def test_the_calls_that_grow_from_forward_to_backward_are_counted():
     # In float64 neither oneDNN nor cuDNN runs the convolution: torch loops over 32 rows x 16 channels.
-    findings = profile(*example("slow", dtype="float64"), rounds=1).findings
-    growth = next(finding for finding in findings if finding.kind == "call_growth")
+    growth = next(found for found in planted("a convolution's backward by hand") if found.kind == "call_growth")
     assert growth.where == "slow_conv_dilated2d in the backward of 2"
     assert growth.evidence.endswith(
         "slow_conv_dilated2d is called 512 times in 1 GroupedBackwardConv2dBackward, and 0 times in the whole forward."
     )
-    assert findings[0].kind == "custom_function"
 
 
 def test_the_examples_two_ways_have_the_same_gradient():
@@ -74,8 +70,6 @@ def test_the_examples_two_ways_have_the_same_gradient():
     # The masked half and the unused channels get no gradient.
     assert grads[0].count_nonzero() == model[2].mask[:, :16].count_nonzero()
 
-
-# --- the tables -------------------------------------------------------------------------------------------------------
 
 N, INPUTS, HIDDEN, OUTPUTS = 16, 8, 12, 4
 
@@ -110,14 +104,9 @@ def test_flops_bytes_and_calls_are_the_closed_formulas_by_module_and_op():
 def test_nothing_is_left_behind():
     model, batch = small()
     model.insert(1, nn.Sequential(nn.BatchNorm1d(HIDDEN), nn.Dropout()))
-    model[0].bias.grad = kept = torch.ones(HIDDEN)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    rng = torch.get_rng_state()
-    profile(model, batch, default_losses, rounds=1)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert model[0].bias.grad is kept and model[0].weight.grad is None
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    model[0].bias.grad = torch.ones(HIDDEN)
+    with untouched(model):
+        profile(model, batch, default_losses, rounds=1)
 
 
 def test_a_checkpoints_second_forward_is_part_of_the_backward_and_of_its_modules():
@@ -143,9 +132,6 @@ def test_a_compiled_model_is_counted():
 def test_a_function_in_place_of_a_model_is_refused():
     with pytest.raises(InvalidInput, match=r"a model of type function but a torch.nn.Module was needed"):
         profile(default_losses, (torch.ones(2),), default_losses)
-
-
-# --- reading a trace --------------------------------------------------------------------------------------------------
 
 
 class Recording:
@@ -194,8 +180,6 @@ def test_a_trace_has_the_least_of_each_place_and_all_calls_of_one_step():
     assert relu.host_s == pytest.approx(10e-6) and mm.host_s == pytest.approx(15e-6)
 
 
-# --- from numbers to sentences ----------------------------------------------------------------------------------------
-
 BASE = Observed(
     forward_s=0.010, backward_s=0.020, profiled_forward_s=0.010, profiled_backward_s=0.020,
     flops_per_s=1e11, bytes_per_s=1e10,
@@ -211,8 +195,8 @@ def with_op(op: Op, **changes: object) -> Observed:
     return replace(BASE, ops=[*BASE.ops, op], **changes)
 
 
-def test_a_step_at_the_machines_speed_has_no_findings():
-    assert diagnose(BASE) == []
+def found_in(seen: Observed) -> list[tuple[str, str]]:
+    return [(finding.kind, finding.where) for finding in diagnose(seen)]
 
 
 @pytest.mark.parametrize(
@@ -227,11 +211,6 @@ def test_the_ratio_is_held_against_the_counted_one(times: float, counted: float,
     if found:
         told = f"{times:.1f} times the forward ({slow * 1000:.3g} ms against 10 ms) for {counted:.1f} times its FLOPs"
         assert told in findings[0].evidence
-
-
-def test_a_ratio_that_only_one_measurement_shows_is_none():
-    assert diagnose(replace(BASE, backward_s=0.1)) == []
-    assert diagnose(replace(BASE, profiled_backward_s=0.1)) == []
 
 
 @pytest.mark.parametrize(
@@ -254,71 +233,67 @@ def test_an_op_is_slow_by_arithmetic_and_memory(time_s: float, calls: int, found
     assert diagnose(with_op(replace(op, flops=10**8), profiled_forward_s=0.010 + time_s)) == []
 
 
-def test_an_op_without_a_formula_is_not_called_slow():
-    op = Op("forward", "m", "", "mystery", Calls(1, 0.011), flops=None, bytes=10)
-    assert diagnose(with_op(op)) == []
+CLIP = Op("forward", "clip", "", "_local_scalar_dense", Calls(3, 0.0), host_s=0.009, bytes=12)
+CUSTOM, LOOPING = Node("FBackward", "m", Calls(1, 0.008), "F", forward_s=0.001), Node("FBackward", "m", Calls(1, 0.008))
+LOOPED = Op("backward", "m", "FBackward", "sum", Calls(1, 0.006), flops=None, inside={"mul": Calls(40, 0.006)})
+CAST = Op("forward", "m", "", "_to_copy", Calls(10, 0.012), bytes=10**7, casts={"float32 to float64": 10})
+KERNELS = {"thnn_conv2d": Calls(3, 0.008), "_slow_conv2d_forward": Calls(3, 0.007)}
+UNFOLDED = Op("forward", "m", "", "convolution", Calls(1, 0.010), flops=None, inside=KERNELS)
+CAUSES = {  # by kind and place: the step, the cause's time in ms of 30, and a part of the evidence
+    ("host_sync", "_local_scalar_dense in clip"): (
+        with_op(CLIP, accelerator=True), 9, "the host waits for the accelerator in 3 calls, 9 ms of 30 ms",
+    ),
+    ("custom_function", "F in m"): (
+        replace(BASE, nodes=[CUSTOM]), 8, "the backward takes 8 times its forward (8 ms against 1 ms)",
+    ),
+    ("call_growth", "mul in the backward of m"): (
+        with_op(LOOPED, nodes=[LOOPING]), 6, "called 40 times in 1 FBackward, and 0 times in the whole forward",
+    ),
+    ("casts", "_to_copy in m"): (with_op(CAST), 12, "changing dtypes (float32 to float64 10), most of it in m"),
+    ("copies", "_to_copy in m"): (with_op(replace(CAST, casts={})), 12, "10 copies of tensors, most of the time in m"),
+    # Of slow kernels inside one another the outermost counts.
+    ("slow_kernel", "thnn_conv2d in m"): (
+        with_op(UNFOLDED), 8,
+        "3 calls of a convolution that neither oneDNN nor cuDNN runs (it unfolds its input, row by row).",
+    ),
+}  # fmt: skip
 
 
-def test_waiting_for_the_accelerator_is_a_finding_there_only():
-    op = Op("forward", "clip", "", "_local_scalar_dense", Calls(3, 0.0), host_s=0.009, bytes=12)
-    assert diagnose(with_op(op)) == []
-    (finding,) = diagnose(with_op(op, accelerator=True))
-    assert (finding.kind, finding.where) == ("host_sync", "_local_scalar_dense in clip")
-    assert "30 % of the step: the host waits for the accelerator in 3 calls, 9 ms of 30 ms" in finding.evidence
-    assert diagnose(with_op(replace(op, host_s=0.001), accelerator=True)) == []
-
-
-def test_a_custom_function_is_held_against_its_own_forward():
-    node = Node("FBackward", "m", Calls(1, 0.008), "F", forward_s=0.001)
-    (finding,) = diagnose(replace(BASE, nodes=[node]))
-    assert (finding.kind, finding.where, finding.share) == ("custom_function", "F in m", pytest.approx(8 / 30))
-    assert "27 % of the step: the backward takes 8 times its forward (8 ms against 1 ms)" in finding.evidence
-    for healthy in (replace(node, forward_s=0.003), replace(node, function="")):
-        assert diagnose(replace(BASE, nodes=[healthy])) == []
-
-
-def test_the_calls_of_a_backward_node_are_held_against_the_forwards():
-    node = Node("FBackward", "m", Calls(1, 0.008))
-    looped = Op("backward", "m", "FBackward", "sum", Calls(1, 0.006), flops=None, inside={"mul": Calls(40, 0.006)})
-    (finding,) = diagnose(with_op(looped, nodes=[node]))
-    assert (finding.kind, finding.where) == ("call_growth", "mul in the backward of m")
-    assert "called 40 times in 1 FBackward, and 0 times in the whole forward" in finding.evidence
-    multiplies = Op("forward", "m", "", "mul", Calls(6, 0.0001), bytes=10**6)
-    both = replace(BASE, ops=[*BASE.ops, looped, multiplies], nodes=[node])
-    assert diagnose(both) == []  # a checkpoint runs its forward again
-    twice = replace(node, ran=Calls(2, 0.008))
-    assert diagnose(with_op(looped, nodes=[twice])) == []  # 20 in each
-
-
-def test_copies_that_change_the_dtype_are_casts_and_no_copies():
-    # Red when they count as both.
-    op = Op("forward", "m", "", "_to_copy", Calls(10, 0.012), bytes=10**7, casts={"float32 to float64": 10})
-    (finding,) = diagnose(with_op(op))
-    assert (finding.kind, finding.where, finding.share) == ("casts", "_to_copy in m", pytest.approx(12 / 30))
-    assert diagnose(with_op(replace(op, casts={})))[0].kind == "copies"
-
-
-def test_of_slow_kernels_inside_one_another_the_outermost_counts():
-    # Red when both count, or the op around them.
-    inside = {"thnn_conv2d": Calls(3, 0.008), "_slow_conv2d_forward": Calls(3, 0.007)}
-    op = Op("forward", "m", "", "convolution", Calls(1, 0.010), flops=None, inside=inside)
-    (finding,) = diagnose(with_op(op))
-    assert (finding.kind, finding.where, finding.share) == ("slow_kernel", "thnn_conv2d in m", pytest.approx(8 / 30))
-    assert finding.evidence == (
-        "27 % of the step: 3 calls of a convolution that neither oneDNN nor cuDNN runs (it unfolds its input, row by "
-        "row)."
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause[0])
+def test_a_cause_is_found_alone_with_its_share_and_its_evidence(cause: tuple[str, str]):
+    # Red when: changed dtypes count as casts and as copies; both of two kernels, or the op around them, count.
+    seen, milliseconds, evidence = CAUSES[cause]
+    (finding,) = diagnose(seen)
+    assert (finding.kind, finding.where) == cause and finding.share == pytest.approx(milliseconds / 30)
+    assert (
+        finding.evidence.startswith(f"{100 * milliseconds / 30:.0f} % of the step: ") and evidence in finding.evidence
     )
+
+
+MULTIPLIES = Op("forward", "m", "", "mul", Calls(6, 0.0001), bytes=10**6)
+NOTHING_SAID = {
+    "a step at the machine's speed": BASE,
+    "a ratio that only one measurement shows": replace(BASE, backward_s=0.1),
+    "a ratio that only the other measurement shows": replace(BASE, profiled_backward_s=0.1),
+    "an op without a formula": with_op(Op("forward", "m", "", "mystery", Calls(1, 0.011), flops=None, bytes=10)),
+    "waiting where there is no accelerator": with_op(CLIP),
+    "a short wait": with_op(replace(CLIP, host_s=0.001), accelerator=True),
+    "a custom function of three times its forward": replace(BASE, nodes=[replace(CUSTOM, forward_s=0.003)]),
+    "a function of torch": replace(BASE, nodes=[replace(CUSTOM, function="")]),
+    "a checkpoint, which runs its forward again": replace(BASE, ops=[*BASE.ops, LOOPED, MULTIPLIES], nodes=[LOOPING]),
+    "20 calls in each of two nodes": with_op(LOOPED, nodes=[replace(LOOPING, ran=Calls(2, 0.008))]),
+}
+
+
+@pytest.mark.parametrize("healthy", NOTHING_SAID)
+def test_nothing_is_said_of(healthy: str):
+    assert diagnose(NOTHING_SAID[healthy]) == []
 
 
 def test_causes_come_first_then_the_ratio():
     op = Op("backward", "sorts", "SortBackward0", "sort", Calls(1, 0.03), bytes=10**6)
-    findings = diagnose(with_op(op, backward_s=0.06, profiled_backward_s=0.06))
-    assert [(f.kind, f.where) for f in findings] == [
-        ("slow_op", "sort in sorts"), ("backward_forward_ratio", "the backward"),
-    ]  # fmt: skip
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
+    seen = with_op(op, backward_s=0.06, profiled_backward_s=0.06)
+    assert found_in(seen) == [("slow_op", "sort in sorts"), ("backward_forward_ratio", "the backward")]
 
 
 def run(*arguments: str | Path):
@@ -337,23 +312,19 @@ def test_the_command_prints_tables_and_findings_and_writes_its_files(tmp_path: P
     assert {MARK + "forward", MARK + "backward", MODULE + "1", "aten::sort"} <= names
 
 
-def test_stdout_holds_the_commands_json_only():
-    found = json.loads(run("profile_cases:sorting", "--rounds", "5", "--json").stdout)
-    assert {"model", "findings", "ops", "modules", "timing", "measured_ratio", "counted_ratio", "uncounted"} <= set(
-        found
-    )
-    assert {"kind", "where", "evidence", "remedy", "share", "figures"} == set(found["findings"][0])
-    assert found["ops"][0]["name"] == "sort"
-    assert found["timing"]["rounds"] == 5
-
-
 def test_a_process_of_its_own_says_nothing_but_the_json():
     # The profiler's own messages come from below Python, where the runner above does not see them.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TOOLS), str(TOOLS.parent / "src")])}
-    command = [sys.executable, "-m", "rowprop.app.cli", "profile", "model_cases:complete", "--rounds", "1", "--json"]
+    options = ["profile_cases:sorting", "--rounds", "1", "--json"]
+    environment["PYTHONPATH"] += os.pathsep + str(TOOLS.parent / "benchmarks")
+    command = [sys.executable, "-m", "rowprop.app.cli", "profile", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert all(line.startswith("rowprop: ") for line in done.stderr.splitlines())  # progress, where the work took long
-    assert json.loads(done.stdout)["model"] == "model_cases:complete"
+    found = json.loads(done.stdout)
+    assert found["model"] == "profile_cases:sorting" and found["ops"][0]["name"] == "sort"
+    assert {"modules", "measured_ratio", "counted_ratio", "uncounted"} <= found.keys()
+    assert {"kind", "where", "evidence", "remedy", "share", "figures"} == found["findings"][0].keys()
+    assert found["timing"]["rounds"] == 1
 
 
 @pytest.mark.parametrize(
@@ -365,9 +336,7 @@ def test_a_process_of_its_own_says_nothing_but_the_json():
         (["model_cases:complete", "--trace", "empty"], "cannot write to empty (Is a directory)"),
     ],
 )
-def test_bad_input_is_one_sentence(
-    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bad_input_is_one_sentence(arguments, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Red: `check_writable` left out for --trace: torch puts its file in the place of an empty folder.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rowprop.cost.profile.measure_step", None)  # nothing is measured before
@@ -380,9 +349,7 @@ def test_bad_input_is_one_sentence(
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_disk_that_is_full_at_the_end_is_one_sentence_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_disk_that_is_full_at_the_end_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch):
     # Red: torch's own export to the path: exit code 0, "is written", a file of 0 bytes and a stray .tmp.
     (tmp_path / "kept").write_text("as it was")
     monkeypatch.setattr("rowprop.files.os.fsync", _no_room)
@@ -393,7 +360,7 @@ def test_a_disk_that_is_full_at_the_end_is_one_sentence_and_leaves_nothing(
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("kept", "as it was")]
 
 
-def test_a_profiler_that_wrote_nothing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_profiler_that_wrote_nothing_is_one_sentence(tmp_path: Path, monkeypatch):
     # Red: `_exported` returns the file's content unchecked.
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: Path(path).write_text("{"))
     result = run("model_cases:complete", "--rounds", "1", "--trace", tmp_path / "trace.json")
