@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rowprop
 
@@ -203,17 +204,23 @@ class Mixing(nn.Module):
         return x + F.gelu(self.channels(x))
 
 
-class Shared(nn.Module):
-    """One layer that is run three times, as in ALBERT."""
+class Checkpointed(nn.Module):
+    """Blocks in their order, some ``times``; in checkpoints of ``size`` of them if ``reentrant`` is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *layers: nn.Module, times: int = 1, reentrant: bool | None = None, size: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Residual(5), Residual(5)])
+        self.layers, self.times, self.reentrant, self.size = nn.ModuleList(layers), times, reentrant, size
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in [*self.layers, *self.layers]:
-            x = layer(x)
+        for begin in [*range(0, len(self.layers), self.size)] * self.times:
+            part = nn.Sequential(*self.layers[begin : begin + self.size])
+            x = part(x) if self.reentrant is None else checkpoint(part, x, use_reentrant=self.reentrant)
         return x
+
+
+def of_blocks(*layers: nn.Module) -> nn.Sequential:
+    """Blocks of a layer and what bends its output."""
+    return nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
 
 
 def mlp() -> nn.Module:
@@ -243,7 +250,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "sequence first": (turned, (5, 3)),
     "lstm": (Recurrent, (5, 3)),
     "mixer": (lambda: nn.Sequential(Mixing(), Mixing()), (5, 3)),
-    "shared blocks": (Shared, (5,)),
+    "shared blocks": (lambda: Checkpointed(Residual(5), Residual(5), times=2), (5,)),  # as in ALBERT
 }
 
 

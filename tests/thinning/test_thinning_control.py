@@ -51,13 +51,18 @@ def test_a_block_keeps_the_fewest_rows_within_the_bound(tau: float):
     assert control.planned == pytest.approx(tau, rel=0.01)
 
 
-@pytest.mark.parametrize(("top", "bottom", "left"), [(0.0, 0.0, 0.0), (0.1, 0.05, 0.05)], ids=["nothing", "half"])
-def test_blocks_below_keep_what_the_top_has_left(top: float, bottom: float, left: float):
-    # The bound is spent at the top, so the bottom may add nothing; or half of it arrives there. Red without ``change``:
-    # the bottom would spend it again.
-    control = steered(0.1, {"top": seen(added=top), "bottom": seen(before=bottom)}, names="bottom top")
+@pytest.mark.parametrize(
+    ("top", "middle", "bottom", "left"), [(0, 0, 0, (0, 0)), (0.1, 0.05, 0.05, (0.05, 0)), (0.1, 0.05, 0, (0.05, 0.05))]
+)
+def test_blocks_below_keep_what_those_above_have_left(
+    top: float, middle: float, bottom: float, left: tuple[float, ...]
+):
+    # The bound is spent at the top, so the others may add nothing; or half of it arrives at one of them. Red without
+    # ``change``, by which they would spend it again, and where a part of it is left out.
+    came = {"top": seen(added=top), "middle": seen(before=middle), "bottom": seen(before=bottom)}
+    control = steered(0.1, came, names="bottom middle top")
     assert spent(control.share("top")) == pytest.approx(0.1, rel=0.1)
-    assert spent(control.share("bottom")) == pytest.approx(left, rel=0.1)
+    assert (spent(control.share("middle")), spent(control.share("bottom"))) == pytest.approx(left, rel=0.1)
 
 
 def test_what_the_blocks_carry_is_the_bound_on_average(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.backprop.rowgrad import RowGrad
@@ -20,8 +19,18 @@ from rowprop.backprop.sliced import RowSet
 from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.control import Control
 from rowprop.thinning.drawn import Drawn
-from rowprop.thinning.worth import Work, Worth
-from thinning_models import MODELS, ROWS, capped, gradient, prepared, resumed, spread
+from rowprop.thinning.worth import Worth
+from thinning_models import (
+    MODELS,
+    ROWS,
+    Checkpointed,
+    capped,
+    gradient,
+    of_blocks,
+    prepared,
+    resumed,
+    spread,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
 DRAWS = 120
@@ -45,19 +54,6 @@ class Recurrent(nn.Module):
         return x
 
 
-class Normed(nn.Module):
-    """Blocks with a BatchNorm, each behind a checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
 class Faint(nn.Module):
     """A head with nearly all of the gradient's variance: the norms at the blocks do not know."""
 
@@ -73,16 +69,22 @@ class Faint(nn.Module):
 
 
 def cnn() -> nn.Module:
-    blocks = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.Tanh()) for a, b in ((1, 4), (4, 4), (4, 4))]
-    return nn.Sequential(nn.Sequential(*blocks), nn.Conv2d(4, 2, 3))
+    blocks = of_blocks(*(nn.Conv2d(channels, 4, 3, padding=1) for channels in (1, 4, 4)))
+    return nn.Sequential(blocks, nn.Conv2d(4, 2, 3))
+
+
+def normed() -> nn.Module:
+    """Blocks with a BatchNorm, each behind a checkpoint."""
+    blocks = (nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(3))
+    return Checkpointed(*blocks, reentrant=False)
 
 
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))), (6,)),
+    "mlp": (lambda: of_blocks(*(nn.Linear(6, 6) for _ in range(3))), (6,)),
     "cnn": (cnn, (1, 6, 6)),
     "recurrent": (Recurrent, (5, 3)),
     "transformer": MODELS["sequence first"],
-    "normed": (Normed, (6,)),
+    "normed": (normed, (6,)),
     "faint": (Faint, (8,)),
 }
 NAMES = ["mlp", "cnn", "recurrent", "transformer"]
@@ -90,6 +92,17 @@ NAMES = ["mlp", "cnn", "recurrent", "transformer"]
 
 def step(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
     return prepared(*SMALL[name])
+
+
+def begun(
+    name: str = "mlp", passes: int = 0, tau: float = 0.5
+) -> tuple[nn.Module, Callable[..., Tensor], rowprop.thinning.Thinning]:
+    """A model, its losses, and a handle after some backwards."""
+    model, losses = step(name)
+    handle = rowprop.thin(model, tau=tau)
+    for _ in range(passes):
+        losses().sum().backward()
+    return model, losses, handle
 
 
 @pytest.fixture
@@ -277,8 +290,7 @@ def test_where_no_product_is_seen_the_norms_predict_alone():
 def test_nobody_waits_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch):
     # Red where a backward without numbers has those of the last one read at once.
     monkeypatch.setattr(Control, "measures_norms", lambda _, number, often=True: number % 4 == 0)
-    model, losses = step("mlp")
-    handle = rowprop.thin(model, tau=0.5)
+    _, losses, handle = begun()
     for _ in range(12):
         losses().sum().backward()
         assert handle.record.passes == max(0, handle._control.begun - 2)
@@ -288,8 +300,7 @@ def test_a_gradient_of_the_head_alone_counts_as_no_backward(monkeypatch: pytest.
     # As for weights that balance losses, also in a measurement. Red where it counts (of two backwards one would be
     # measured, later none), and where the record is then of no block.
     monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number == 5)
-    model, losses = step("transformer")
-    handle = rowprop.thin(model, tau=0.5)
+    model, losses, handle = begun("transformer")
     for number in range(8):
         loss, before = losses().sum(), handle.record
         torch.autograd.grad(loss, model[-1].weight, retain_graph=True)
@@ -314,31 +325,17 @@ def test_two_handles_measure_one_backward():
     assert found[1][0] == pytest.approx(float(torch.stack(squares[:2]).sum()))  # it begins at its own model's output
 
 
-def test_a_measurement_has_norms_and_asks_for_the_share_that_is_due(monkeypatch: pytest.MonkeyPatch):
-    # Red where the norms of a measurement are left out as in other backwards: nothing is predicted. And where it asks
-    # for .75 of the rows while fewer are due.
-    asked: list[float] = []
-    own = ThinnedBackward._suppose
-    monkeypatch.setattr(ThinnedBackward, "_suppose", lambda *args: asked.append(args[2]) or own(*args))
+def test_a_measurement_has_norms(monkeypatch: pytest.MonkeyPatch):
+    # Red where they are left out as in other backwards: nothing is predicted.
     monkeypatch.setattr(Control, "measures_norms", lambda *_, **__: False)
     monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number > 1)
-    model, losses = step("mlp")
-    handle = rowprop.thin(model, tau=0.5)
-    for due in (1.0, 0.5, 0.4):
-        if due == 0.4:  # no draw seems to pay
-            handle._worth.works = dict.fromkeys(handle.blocks, Work())
-            handle._worth.left = list(handle.blocks)
-        for share in handle._control.shares.values():
-            share.keep = due
-        losses().sum().backward()
-    assert handle._control.measured == 2 and asked[0] == pytest.approx(0.4)
+    assert begun(passes=3)[2]._control.measured == 2
 
 
 @pytest.mark.usefixtures("always_measured")
 def test_a_measurement_at_two_forwards_asks_for_no_rare_row(learnt: list[Any]):
     # Each forward has rows of its own, and both share what was asked for. Red without the least probability.
-    model, losses = step("mlp")
-    rowprop.thin(model, tau=0.5)
+    _, losses, _ = begun()
     large = losses().argsort()[-2:]
     few = torch.zeros(ROWS, dtype=torch.bool).index_fill(0, large, True)
     (losses()[few].sum() + losses()[~few].sum()).backward()
@@ -352,12 +349,9 @@ def test_a_measured_backward_goes_with_its_end(monkeypatch: pytest.MonkeyPatch):
     found: list[Any] = []
     own = ThinnedBackward.end
     monkeypatch.setattr(ThinnedBackward, "end", lambda self: found.append(weakref.ref(self)) or own(self))
-    model, losses = step("mlp")
-    handle = rowprop.thin(model, tau=0.5)
     gc.disable()
     try:
-        for _ in range(4):
-            losses().sum().backward()
+        _, _, handle = begun(passes=4)
         handle.state_dict()
         assert min(handle.record.keep.values()) < 1
         assert [one() for one in found] == [None] * 4
@@ -382,8 +376,7 @@ def test_rows_tell_of_their_products_in_measurements_alone(monkeypatch: pytest.M
     own = ThinnedBackward.measure
     monkeypatch.setattr(ThinnedBackward, "measure", lambda *args: told.append(args[1]) or own(*args))
     monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number == 1)
-    model, losses = step("mlp")
-    rowprop.thin(model, tau=0.5)
+    _, losses, _ = begun()
     loss = rowprop.pick(losses(), torch.arange(8)).sum()
     for _ in range(2):
         loss.backward(retain_graph=True)
@@ -412,10 +405,7 @@ def test_trainings_in_two_threads_do_not_meet():
 
 def test_the_record_of_an_exact_backward_tells_no_variance(monkeypatch: pytest.MonkeyPatch):
     # Red where the last ratio stands on while all rows are kept and nothing is measured.
-    model, losses = step("mlp")
-    handle = rowprop.thin(model, tau=0.5)
-    for _ in range(30):
-        losses().sum().backward()
+    _, losses, handle = begun(passes=30)
     assert handle.record.ratio > 0 and max(handle.record.variance.values()) > 0
     for share in handle._control.shares.values():
         share.keep = 1.0

@@ -18,7 +18,7 @@ from rowprop.thinning import weights
 from rowprop.thinning.draw import added_variance, inclusion, needed
 from rowprop.thinning.drawn import Drawn
 from rowprop.thinning.weights import Pairs
-from thinning_models import Turn, capped, compared, gradient, layers, resumed, spread
+from thinning_models import Turn, capped, compared, gradient, layers, of_blocks, resumed, spread
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
 ROWS, TOKENS = 16, 6
@@ -141,7 +141,7 @@ def test_all_products_together_add_tau_of_the_variance_between_batches(monkeypat
     # variance is larger than the sum of squares.
     count = 48
     torch.manual_seed(1)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(3)]).double()
+    model = of_blocks(*(nn.Linear(8, 8, bias=False) for _ in range(3))).double()
     x = torch.randn(count, 1, 8, dtype=torch.float64) + 0.3 * torch.randn(count, TOKENS, 8, dtype=torch.float64)
     target = torch.randn(count, 1, 8, dtype=torch.float64)
     rows = torch.arange(8 if picked else 0, count)
@@ -202,6 +202,7 @@ def test_products_keep_their_names_where_a_block_keeps_all_rows():
     handle = steered(model, lambda: losses().mean())
     names = set(handle._pairs.shares)
     assert {name.partition("/")[0] for name in names} == {"0", "1"}
+    assert len(names) == 8, names
     handle._control.shares["0"].keep = 1.0
     gradient(model, losses().mean())
     assert handle.record.keep["0"] == handle.record.keep["1"] and set(handle._pairs.shares) == names

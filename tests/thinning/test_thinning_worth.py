@@ -17,7 +17,7 @@ from rowprop.errors import InvalidInput
 from rowprop.thinning import worth
 from rowprop.thinning.control import RENEWED_AFTER, Control
 from rowprop.thinning.worth import COSTS, Costs, Work, Worth, cheapest, work_below
-from thinning_models import Residual, gradient, layers, resumed
+from thinning_models import Checkpointed, Residual, gradient, layers, of_blocks, resumed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 16
@@ -65,16 +65,11 @@ class Attention(nn.Module):
         return (x @ x.transpose(1, 2)).softmax(-1) @ x
 
 
-def cnn() -> nn.Module:
-    blocks = [nn.Sequential(nn.Conv2d(a, b, 3, groups=g), nn.Tanh()) for a, b, g in ((2, 4, 1), (4, 4, 2), (4, 6, 1))]
-    return nn.Sequential(*blocks)
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))), (6,)),
+    "mlp": (lambda: of_blocks(*(nn.Linear(6, 6) for _ in range(3))), (6,)),
     "tokens": (residuals, (5, 4)),
     "attention": (lambda: nn.Sequential(nn.Linear(6, 6), Attention(), Attention()), (5, 6)),
-    "cnn": (cnn, (2, 9, 9)),
+    "cnn": (lambda: of_blocks(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 6, 3)), (2, 9, 9)),
     "transformer": (lambda: nn.Sequential(nn.Linear(3, 8), *layers(3, 8)), (5, 3)),
 }
 
@@ -282,24 +277,6 @@ def test_a_small_batch_does_not_turn_it_off(small: str, costs: Callable[..., Non
     assert drawn > 60
 
 
-class Segments(nn.Module):
-    """Four blocks, in checkpoints of some of them."""
-
-    def __init__(self, reentrant: bool | None, size: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.layers = nn.ModuleList(residuals(4))
-        self.reentrant, self.size = reentrant, size
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for begin in range(0, 4, self.size):
-            part = nn.Sequential(*self.layers[begin : begin + self.size])
-            x = part(x) if self.reentrant is None else checkpoint(part, x, use_reentrant=self.reentrant)
-        return self.last(x)
-
-
 @pytest.mark.parametrize(("reentrant", "size"), [(False, 1), (False, 2), (True, 1), (True, 2)])
 def test_checkpoints_leave_order_and_work_as_they_are(reentrant: bool, size: int, costs: Callable[..., None]):
     # Red where a place stands in the order in which it became known, from the top down with reentrant ones, and where
@@ -307,36 +284,28 @@ def test_checkpoints_leave_order_and_work_as_they_are(reentrant: bool, size: int
     costs()
     found: list[dict[str, float]] = []
     for kind in (None, reentrant):
-        model = Segments(kind, size)
-        handle = rowprop.thin(model, tau=0.2, blocks=[f"layers.{number}" for number in range(4)])
+        torch.manual_seed(0)
+        layers = Checkpointed(*residuals(4), reentrant=kind, size=size)
+        model = nn.Sequential(nn.Linear(4, 4), layers, nn.Linear(4, 4))
+        handle = rowprop.thin(model, tau=0.2, blocks=[f"1.layers.{number}" for number in range(4)])
         for _ in range(20):
             gradient(model, (model(torch.randn(ROWS, 4)).square().mean(1) * torch.logspace(0, -3, ROWS)).sum())
         found.append({place: work.exact for place, work in handle._worth.works.items()})
         assert list(handle._control.shares) == list(handle._worth.works) == list(handle.blocks)
         assert min(handle.record.keep.values()) < 1
-        del found[-1]["layers.0"]  # below it, a reentrant checkpoint hides the first layer
+        del found[-1]["1.layers.0"]  # below it, a reentrant checkpoint hides the first layer
     assert found[1] == found[0]
 
 
-class Repeated(nn.Module):
-    """One block, several times, in checkpoints if ``reentrant`` is given."""
-
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.layers, self.reentrant = nn.ModuleList([Residual(4)]), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(5):
-            block = self.layers[0]
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
+def repeated(reentrant: bool | None = None) -> nn.Module:
+    return Checkpointed(Residual(4), times=5, reentrant=reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_a_block_that_runs_several_times_has_the_work_of_all(reentrant: bool | None, costs: Callable[..., None]):
     # Red where a reentrant checkpoint's second block is taken for a block that runs again: a fifth of the work.
     costs()
-    handle = rowprop.thin(model := Repeated(reentrant), blocks=["layers.0"])
+    handle = rowprop.thin(model := repeated(reentrant), blocks=["layers.0"])
     gradient(model, model(torch.randn(ROWS, 4, requires_grad=True)).square().sum())
     alone = work_below(Residual(4)(torch.randn(ROWS, 4, requires_grad=True)), -1)[0].exact
     assert handle._worth.works["layers.0"].exact == pytest.approx(5 * alone)
@@ -386,7 +355,7 @@ def through_blocks(model: nn.Module, x: Tensor) -> Tensor:
     ("make", "call"),
     [
         (frozen, lambda model, x: model(x)),
-        (Repeated, lambda model, x: model(x)),
+        (repeated, lambda model, x: model(x)),
         (frozen, through_blocks),
         (frozen, lambda model, x: checkpoint(model, x, use_reentrant=False)),
     ],
@@ -395,7 +364,7 @@ def through_blocks(model: nn.Module, x: Tensor) -> Tensor:
 def test_a_pause_is_as_long_as_it_is_told(make: Callable[[], nn.Module], call: Callable[..., Tensor]):
     # Red where calls of blocks are counted down: those of frozen blocks, and all calls of a block that repeats.
     model = make()
-    handle = rowprop.thin(model, blocks=["layers.0"] if make is Repeated else None)
+    handle = rowprop.thin(model, blocks=["layers.0"] if make is repeated else None)
     passes: list[int] = []
     for _ in range(20):
         gradient(model, call(model, torch.randn(ROWS, 4)).square().sum())
