@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rowprop.errors import InvalidInput
 from rowprop.thinning.control import RENEWED_AFTER, SHARES, WIDEST, Control, Seen, carried, count_of, moved
 from rowprop.thinning.draw import variances
 from thinning_models import capped, spread
@@ -203,7 +204,7 @@ def test_the_correction_is_a_quotient_of_means_that_forget():
 
 
 def test_a_state_holds_all():
-    # Red where one of the numbers is missing: the controls part. What is refused: tools/hostile_cases.py.
+    # Red where one of the numbers is missing: the controls part.
     control = steered(0.1, names="bottom top")
     for number in range(13):
         control.begun += 1
@@ -218,6 +219,21 @@ def test_a_state_holds_all():
             each.begun += 1
             each.update({"top": seen(added=0.02), "bottom": seen(before=0.02)})
     assert other == control
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("added", -1), ("predicted", "1"), ("bias", -1.0), ("bias", 0), ("planned", -0.1), ("begun", -1),
+        ("measured", 0.5), ("keep", 0), ("now", [0.0]), ("past", [-1.0] * (3 + len(SHARES))),
+    ],
+)  # fmt: skip
+def test_a_state_with_another_number_is_refused_and_named(entry: str, value: object):
+    # Red where a check of ``check_form`` is left out. All other states: tools/hostile_cases.py.
+    state = steered(0.1, {"0": seen()}).state_dict()
+    (state if entry in state else state["shares"]["0"])[entry] = value
+    with pytest.raises(InvalidInput, match=rf"control\.(shares\.0\.)?{entry}.*="):
+        Control(None, 0.1).restored(state)
 
 
 def test_a_fixed_share_is_of_the_backwards_rows():
