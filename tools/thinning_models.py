@@ -9,6 +9,7 @@ random directions. Each projection is one number per draw, and 4 standard errors
 from __future__ import annotations
 
 import copy
+import io
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rowprop
 
@@ -111,30 +113,36 @@ class Bottleneck(nn.Module):
 
 
 def resnet(train: bool = False) -> nn.Module:
-    stages = [nn.Sequential(Bottleneck(3, 3, 1, train), Bottleneck(3, 4, 2, train)) for _ in range(1)]
-    return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    stage = nn.Sequential(Bottleneck(3, 3, 1, train), Bottleneck(3, 4, 2, train))
+    return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), stage, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
 
 
-def layers(count: int, **settings: Any) -> list[nn.Module]:
+def layers(count: int, width: int = 4, **settings: Any) -> list[nn.Module]:
     settings = {"dropout": 0.0, "batch_first": True} | settings
-    return [nn.TransformerEncoderLayer(4, 2, 8, **settings) for _ in range(count)]
+    return [nn.TransformerEncoderLayer(width, 2, 2 * width, **settings) for _ in range(count)]
+
+
+class Patches(nn.Module):
+    """Patches of an image, behind a token for its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.first = nn.Conv2d(1, 4, 2, 2), nn.Parameter(torch.randn(1, 1, 4))
+        self.positions = nn.Parameter(torch.randn(1, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).flatten(2).transpose(1, 2)
+        return torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.positions
+
+
+class First(nn.Linear):
+    """A head at the first token."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input[:, 0])
 
 
 def vit() -> nn.Module:
-    class Patches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.first = nn.Conv2d(1, 4, 2, 2), nn.Parameter(torch.randn(1, 1, 4))
-            self.positions = nn.Parameter(torch.randn(1, 5, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.conv(x).flatten(2).transpose(1, 2)
-            return torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.positions
-
-    class First(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input[:, 0])
-
     return nn.Sequential(Patches(), *layers(2, norm_first=True, activation="gelu"), nn.LayerNorm(4), First(4, 3))
 
 
@@ -158,19 +166,16 @@ class Texts(nn.Module):
         return h @ self.words.weight.T if self.causal else self.head(h[:, 0].tanh())
 
 
-class Turned(nn.Module):
-    """Sequences come first in its blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(3, 4), nn.Linear(4, 3)
-        self.layers = nn.ModuleList(layers(2, batch_first=False))
+class Turn(nn.Module):
+    """Puts sequences before rows, or rows before sequences."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x).transpose(0, 1)
-        for layer in self.layers:
-            x = layer(x)
-        return self.leave(x.mean(0))
+        return x.transpose(0, 1)
+
+
+def turned() -> nn.Module:
+    """Sequences come first in its blocks."""
+    return nn.Sequential(nn.Linear(3, 4), Turn(), *layers(2, batch_first=False), Turn(), nn.Linear(4, 3))
 
 
 class Recurrent(nn.Module):
@@ -199,17 +204,23 @@ class Mixing(nn.Module):
         return x + F.gelu(self.channels(x))
 
 
-class Shared(nn.Module):
-    """One layer that is run three times, as in ALBERT."""
+class Checkpointed(nn.Module):
+    """Blocks in their order, some ``times``; in checkpoints of ``size`` of them if ``reentrant`` is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *layers: nn.Module, times: int = 1, reentrant: bool | None = None, size: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Residual(5), Residual(5)])
+        self.layers, self.times, self.reentrant, self.size = nn.ModuleList(layers), times, reentrant, size
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in [*self.layers, *self.layers]:
-            x = layer(x)
+        for begin in [*range(0, len(self.layers), self.size)] * self.times:
+            part = nn.Sequential(*self.layers[begin : begin + self.size])
+            x = part(x) if self.reentrant is None else checkpoint(part, x, use_reentrant=self.reentrant)
         return x
+
+
+def of_blocks(*layers: nn.Module) -> nn.Sequential:
+    """Blocks of a layer and what bends its output."""
+    return nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
 
 
 def mlp() -> nn.Module:
@@ -220,9 +231,8 @@ def cnn(norm: bool) -> nn.Module:
     def block(a: int, b: int) -> list[nn.Module]:
         return [nn.Conv2d(a, b, 3, padding=1), *([nn.BatchNorm2d(b).eval()] if norm else []), nn.ReLU(inplace=True)]
 
-    return nn.Sequential(
-        *block(1, 4), *block(4, 4), *block(4, 4), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
-    )
+    blocks = [layer for channels in (1, 4, 4) for layer in block(channels, 4)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -237,38 +247,39 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vit": (vit, (1, 4, 4)),
     "bert": (lambda: Texts(False), (5,)),
     "gpt": (lambda: Texts(True), (5,)),
-    "sequence first": (Turned, (5, 3)),
+    "sequence first": (turned, (5, 3)),
     "lstm": (Recurrent, (5, 3)),
     "mixer": (lambda: nn.Sequential(Mixing(), Mixing()), (5, 3)),
-    "shared blocks": (Shared, (5,)),
+    "shared blocks": (lambda: Checkpointed(Residual(5), Residual(5), times=2), (5,)),  # as in ALBERT
 }
 
 
 BATCHNORM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet": (lambda: resnet(train=True), (1, 6, 6)),
-    "u-net": (lambda: UNet(norm=True), (1, 4, 4)),
-    "branches": (Branches, (1, 5, 5)),
+    "resnet, batch norm in training": (lambda: resnet(train=True), (1, 6, 6)),
+    "u-net, batch norm in training": (lambda: UNet(norm=True), (1, 4, 4)),
+    "branches, batch norm in training": (Branches, (1, 5, 5)),
 }
-"""Models with BatchNorm in training mode."""
 
 
-def step(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A model in float64, and a function that runs a forward and returns losses whose rows differ in size."""
-    return prepared(*MODELS[name])
+def step(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """One of the models in float64, and a function that returns losses of its rows, in an order, differing in size."""
+    return prepared(*(MODELS | BATCHNORM)[name], *((0.7, 1.4) if name in BATCHNORM else ()))
 
 
-def prepared(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[nn.Module, Callable[[], Tensor]]:
+def prepared(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], least: float = 0.05, most: float = 2.0
+) -> tuple[nn.Module, Callable[..., Tensor]]:
     """As :func:`step`, of a model that takes rows of this shape."""
     torch.manual_seed(0)
     model = make().double()
     x = torch.randn(ROWS, *shape, dtype=torch.float64)
     target = torch.randn(ROWS, dtype=torch.float64)
-    scale = torch.linspace(0.05, 2, ROWS, dtype=torch.float64)[torch.randperm(ROWS)].square()
+    scale = torch.linspace(least, most, ROWS, dtype=torch.float64)[torch.randperm(ROWS)].square()
 
-    def losses() -> Tensor:
-        out = model(x)
+    def losses(order: Tensor | slice = slice(None)) -> Tensor:
+        out = model(x[order])
         found = [out] if isinstance(out, Tensor) else [out["out"], out["state"][0]]
-        return sum((o.flatten(1).square().mean(1) - target).square() * scale for o in found)
+        return sum((o.flatten(1).square().mean(1) - target[order]).square() * scale[order] for o in found)
 
     return model, losses
 
@@ -280,31 +291,61 @@ def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
-def resumed(model: nn.Module, losses: Callable[[], Tensor], tau: float) -> rowprop.thinning.Thinning:
-    """Train 23 steps and 20 more; the latter again from the state between them, and expect the same model bit for bit.
+def resumed(
+    model: nn.Module, step: Callable[[int], object], tau: float, at: int = 23, more: int = 20
+) -> rowprop.thinning.Thinning:
+    """Train, save after some steps, and train more; then do the latter again, and expect the same bit for bit.
 
-    Returns:
-        The handle of the first training.
+    A step goes backward, perhaps several times, and is given its number. The handle of the first training comes back.
     """
 
-    def train(steps: int) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        for _ in range(steps):
+    def train(handle: rowprop.thinning.Thinning, steps: range) -> list[rowprop.thinning.ThinRecord]:
+        optimizer, records = torch.optim.SGD(model.parameters(), 0.01), []
+        for number in steps:
             optimizer.zero_grad()
-            losses().mean().backward()
+            step(number)
             optimizer.step()
+            records.append(handle.record)
+        return records
 
     handle = rowprop.thin(model, tau=tau)
-    train(23)
-    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(handle.state_dict())
-    train(20)
+    train(handle, range(at))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "thinning": handle.state_dict()}, file)
+    told = handle.record
+    records = train(handle, range(at, at + more))
     expected = copy.deepcopy(model.state_dict())
     handle.remove()
-    model.load_state_dict(before)
-    rowprop.thin(model, tau=tau).load_state_dict(state)
-    train(20)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    model.load_state_dict(saved["model"])
+    again = rowprop.thin(model, tau=tau)
+    again.load_state_dict(saved["thinning"])
+    assert (again.record.passes, again.record.reason) == (told.passes, told.reason)
+    pairs = zip(train(again, range(at, at + more)), records, strict=True)
+    assert all(record == before for record, before in pairs if record.keep)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert any(not torch.equal(value, saved["model"][name]) for name, value in model.state_dict().items())
     return handle
+
+
+def bisected(f: Callable[[float], float]) -> float:
+    """The positive number at which an increasing function is 0."""
+    low, high = 1e-80, 1e80
+    for _ in range(100):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if f(middle) < 0 else (low, middle)
+    return high
+
+
+def capped(norms: Tensor, count: float) -> Tensor:
+    """The probabilities min(1, c * norm) that add up to a count."""
+    return (norms * bisected(lambda c: float((norms * c).clamp(max=1).sum()) - count)).clamp(max=1)
+
+
+def spread(norms: Tensor, p: Tensor) -> float:
+    """The variance that draws with probabilities add to a sum: the sum of (1 - p) / p * norm^2."""
+    return float(((1 - p) / p * norms.square())[norms > 0].sum())
 
 
 @dataclass
@@ -352,64 +393,43 @@ def compared(
     return Outcome(off[varies] / error[varies], bias, noise, moved)
 
 
-def thinned(name: str, picked: bool, draws: int, keep: float = 0.5) -> Outcome:
-    """Draws of the gradient of one of ``MODELS``."""
+def thinned(name: str, picked: bool, draws: int, *, shuffled: bool = True) -> Outcome:
+    """Draws of the gradient of one of ``MODELS`` or ``BATCHNORM``, there of a batch with its rows in any order."""
     model, losses = step(name)
-    rows = torch.tensor(PICKED)
-
-    def loss() -> Tensor:
-        return rowprop.pick(losses(), rows).mean() if picked else losses().mean()
-
-    exact = gradient(model, loss())
-    rowprop.thin(model, keep=keep, generator=torch.Generator().manual_seed(1))
-    return compared(model, loss, exact, draws)
-
-
-def thinned_in_any_order(
-    subject: tuple[Callable[[], nn.Module], tuple[int, ...]], picked: bool, draws: int, *, shuffled: bool = True
-) -> Outcome:
-    """Draws of the gradient of a model with BatchNorm in training mode, of a batch with its rows in any order."""
-    make, shape = subject
-    torch.manual_seed(0)
-    model = make().double()
-    x, target = torch.randn(ROWS, *shape, dtype=torch.float64), torch.randn(ROWS, dtype=torch.float64)
-    scale = torch.linspace(0.5, 2, ROWS, dtype=torch.float64)[torch.randperm(ROWS)]
     numbers = torch.Generator().manual_seed(2)
+    mixes = name in BATCHNORM
 
     def loss() -> Tensor:
-        order = torch.randperm(ROWS, generator=numbers) if shuffled else torch.arange(ROWS)
-        losses = (model(x[order]).flatten(1).square().mean(1) - target[order]).square() * scale[order]
+        order = torch.randperm(ROWS, generator=numbers) if mixes and shuffled else torch.arange(ROWS)
         rows = order.argsort()[list(PICKED)].sort().values
-        return rowprop.pick(losses, rows, batchnorm="rows").mean() if picked else losses.mean()
+        return rowprop.pick(losses(order), rows, batchnorm="rows").mean() if picked else losses(order).mean()
 
     exact = gradient(model, loss())
     rowprop.thin(model, keep=0.5, generator=torch.Generator().manual_seed(1))
     with rowprop.watch() as report:
         gradient(model, loss())
-    assert not report.densified, report
-    return compared(model, loss, exact, draws, fresh=True)
+    assert not (mixes and report.densified), report
+    return compared(model, loss, exact, draws, fresh=mixes)
 
 
 def main(draws: int) -> int:
-    """Print a line for each model; the number of those that are off, which BatchNorm in training mode may be."""
+    """Print a line for each model; the number of those that are off, which BatchNorm in training mode may be.
+
+    For unequal probabilities the estimate there is nearly unbiased only: these lines inform, and fail nothing.
+    """
     torch.set_num_threads(1)
     failed = 0
-    print(f"{draws} draws, keep .5; in standard errors, the worst projection of the mean gradient")
-    for name in MODELS:
-        begun = time.process_time()
-        worst = [float(thinned(name, picked, draws).off.abs().max()) for picked in (False, True)]
-        failed += max(worst) >= 4
-        print(
-            f"{name:34} alone {worst[0]:.2f}   after pick {worst[1]:.2f}   {time.process_time() - begun:5.1f} s",
-            flush=True,
-        )
-    # For unequal probabilities the estimate there is nearly unbiased only: this part informs, and fails nothing.
-    print("BatchNorm in training mode; bias: the mean's distance from the exact gradient, over its norm (noise in it)")
-    for name, subject in BATCHNORM.items():
-        for order, shuffled in (("any order", True), ("one order", False)):
-            found = [thinned_in_any_order(subject, picked, draws // 5, shuffled=shuffled) for picked in (False, True)]
+    print(f"{draws} draws, keep .5; in standard errors, the worst projection of the mean gradient; bias: the mean's")
+    print("distance from the exact gradient, over its norm (noise in it)", flush=True)
+    for name in (*MODELS, *BATCHNORM):
+        for shuffled in (True, False) if name in BATCHNORM else (True,):
+            begun = time.process_time()
+            count = draws // 5 if name in BATCHNORM else draws
+            found = [thinned(name, picked, count, shuffled=shuffled) for picked in (False, True)]
+            failed += name in MODELS and max(float(f.off.abs().max()) for f in found) >= 4
             alone, after = (f"{float(f.off.abs().max()):5.2f}, bias {f.bias:.3f} ({f.noise:.3f})" for f in found)
-            print(f"{name + ', rows in ' + order:34} alone {alone}   after pick {after}", flush=True)
+            title = name if shuffled else f"{name}, rows in one order"
+            print(f"{title:50} alone {alone}   after pick {after}   {time.process_time() - begun:5.1f} s", flush=True)
     return failed
 
 

@@ -35,6 +35,18 @@ def a_batch() -> batchnorm.Batch:
     return torch.randn(N, 1, 6, 6, dtype=torch.float64), torch.randint(3, (N,))
 
 
+def chosen(model: nn.Module, batch: batchnorm.Batch) -> Tensor:
+    return SELECTOR(losses_of(model, batch)).rows
+
+
+def noise(rows: int, train: int | None = None) -> Dataset:
+    """Images without sense, to train and test on; after the first ``train``, to test on alone."""
+    torch.manual_seed(0)
+    both = torch.randn(rows, 1, 8, 8), torch.randint(2, (rows,))
+    tested = both if train is None else (each[train:] for each in both)
+    return Dataset("noise", *(each[:train] for each in both), *tested, ("a", "b"), torch.arange(rows)[:train])
+
+
 def per_channel(v: Tensor) -> Tensor:
     return v[None, :, None, None]
 
@@ -67,10 +79,6 @@ class Written(nn.Module):
         return torch.zeros_like(g).index_copy(0, self.rows, g_kept)
 
 
-def with_norms_written_out(model: nn.Module, way: str, rows: Tensor) -> nn.Module:
-    return nn.Sequential(*[Written(m, way, rows) if isinstance(m, nn.BatchNorm2d) else m for m in model])
-
-
 def expected(way: str, model: nn.Module, batch: batchnorm.Batch, rows: Tensor) -> dict[str, Tensor]:
     twin = copy.deepcopy(model)
     if way == "exact":
@@ -78,7 +86,8 @@ def expected(way: str, model: nn.Module, batch: batchnorm.Batch, rows: Tensor) -
     elif way == "recompute":
         losses_of(twin, (batch[0][rows], batch[1][rows])).mean().backward()
     else:
-        losses_of(with_norms_written_out(twin, way, rows), batch)[rows].mean().backward()
+        written = nn.Sequential(*[Written(m, way, rows) if isinstance(m, nn.BatchNorm2d) else m for m in twin])
+        losses_of(written, batch)[rows].mean().backward()
     return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
 
 
@@ -86,11 +95,10 @@ def expected(way: str, model: nn.Module, batch: batchnorm.Batch, rows: Tensor) -
 # Red when: a way's formula is another's, or it takes its statistics from other rows (tried: one rule for the other).
 def test_each_way_gives_the_gradient_that_is_written_out(way: str):
     model, batch = net(), a_batch()
-    rows = SELECTOR(losses_of(model, batch)).rows
     # The projection is told the kept rows' deviation with eps in it, which the formula has not.
     tolerance = 1e-4 if way == "projected" else 1e-9
     found = batchnorm.gradient(WAYS[way], model, SELECTOR, batch, seed=0)
-    truth = expected(way, model, batch, rows)
+    truth = expected(way, model, batch, chosen(model, batch))
     assert found.keys() == truth.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, truth[name], rtol=tolerance, atol=tolerance)
@@ -99,8 +107,7 @@ def test_each_way_gives_the_gradient_that_is_written_out(way: str):
 def test_the_ways_differ_on_this_net():
     # So that the test above can tell them apart.
     model, batch = net(), a_batch()
-    rows = SELECTOR(losses_of(model, batch)).rows
-    first = [expected(way, model, batch, rows)["0.weight"] for way in WAYS]
+    first = [expected(way, model, batch, chosen(model, batch))["0.weight"] for way in WAYS]
     for i, a in enumerate(first):
         assert all(batchnorm.off(a, b) > 0.01 for b in first[:i])
 
@@ -110,9 +117,10 @@ def test_a_rule_is_put_back_and_must_have_run():
     own = RULES[batchnorm.BATCHNORM].run
     batchnorm.gradient(WAYS["frozen"], net(), SELECTOR, a_batch(), seed=0)
     assert RULES[batchnorm.BATCHNORM].run is own
-    without = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).double()
     with pytest.raises(AssertionError, match="no BatchNorm met the rule"):
-        batchnorm.gradient(WAYS["frozen"], without, SELECTOR, a_batch(), seed=0)
+        batchnorm.gradient(
+            WAYS["frozen"], nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).double(), SELECTOR, a_batch(), 0
+        )
     assert RULES[batchnorm.BATCHNORM].run is own
 
 
@@ -147,9 +155,7 @@ def test_refreshed_statistics_are_those_of_the_weights():
 
 def test_a_study_repeats_and_names_every_way():
     # Red when: a run depends on what ran before it, or a table leaves a way out.
-    torch.manual_seed(0)
-    images, classes = torch.randn(40, 1, 8, 8), torch.randint(2, (40,))
-    data = Dataset("noise", images[:24], classes[:24], images[24:], classes[24:], ("a", "b"), torch.arange(24))
+    data = noise(40, train=24)
     size = batchnorm.Size(train_rows=24, epochs=1, batch_rows=8, short=2, batches=1, selections=("random 0.5",))
     first = batchnorm.study(data, size, seed=0)
     assert {run["way"] for run in first["runs"]} == {"plain training", batchnorm.REORDERED, *WAYS}
@@ -168,11 +174,8 @@ def test_a_study_repeats_and_names_every_way():
 
 def test_a_run_that_diverges_is_told_apart():
     # Red when: a loss that is not finite ends the whole study.
-    torch.manual_seed(0)
-    images, classes = torch.randn(24, 1, 8, 8), torch.randint(2, (24,))
-    data = Dataset("noise", images, classes, images, classes, ("a", "b"), torch.arange(24))
     size = batchnorm.Size(train_rows=24, epochs=4, batch_rows=8, short=1, peak_lr=math.inf, selections=("top-k 0.5",))
-    assert "end" not in batchnorm.train(WAYS["projected"], "top-k 0.5", data, size, seed=0)
+    assert "end" not in batchnorm.train(WAYS["projected"], "top-k 0.5", noise(24), size, seed=0)
 
 
 def test_the_border_is_the_fewest_rows_from_which_on_all_are_near():
@@ -189,10 +192,7 @@ def test_the_border_is_the_fewest_rows_from_which_on_all_are_near():
 def test_the_page_of_the_border_has_a_row_for_each_network_and_number_of_rows(monkeypatch: pytest.MonkeyPatch):
     # Red when: a K, or a figure of the other policy, is left out.
     monkeypatch.setattr(batchnorm, "NETWORKS", {"1d MLP": batchnorm.NETWORKS["1d MLP"]})
-    torch.manual_seed(0)
-    images, classes = torch.randn(24, 1, 8, 8), torch.randint(2, (24,))
-    data = Dataset("noise", images, classes, images, classes, ("a", "b"), torch.arange(24))
-    found = batchnorm.border(data, (8,), batches=1, steps=1)
+    found = batchnorm.border(noise(24), (8,), batches=1, steps=1)
     assert [(e["N"], e["K"], e["values"]) for e in found] == [(8, 1, 1), (8, 2, 2), (8, 4, 4)]
     assert [e["random rows FLOPs"] for e in found] == [1 / 8, 2 / 8, 4 / 8]
     assert all(e["random exact FLOPs"] > 0.9 and e["top-k error"] > 0.1 for e in found)

@@ -5,25 +5,21 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from thin_finetune import (
-    PHASES,
-    POOL,
-    Epoch,
-    Method,
-    Rows,
-    Steps,
-    accuracy,
-    batches,
-    compiled,
-    follow,
-    saved,
-    table,
-)
+import thin_finetune
+from thin_finetune import PHASES, POOL, Epoch, Method, Rows, accuracy, batches, compiled, follow, saved, table
+
+
+def steps(tokens: int, timed: int, counted: int, each_s: float = 0.0, flops: tuple[int, int] | None = None) -> Any:
+    """Steps whose phases took so many seconds each, and whose forward and backward counted so much."""
+    counts = {} if flops is None else {"flops": {"forward": flops[0], "backward": flops[1]}}
+    seconds = dict.fromkeys(PHASES, each_s)
+    return thin_finetune.Steps(tokens=tokens, timed=timed, counted=counted, cpu_s=seconds, **counts)
 
 
 def test_batches_hold_the_rows_of_each_pool_by_length():
@@ -58,21 +54,17 @@ def test_random_keeps_what_thinned_has_cost():
 
 def test_counted_steps_are_beside_the_clock():
     # Red with `self.timed` or `self.counted` as the tokens of all steps, and with 0 seconds where no step was timed.
-    plain = Steps(
-        tokens=12, timed=9, counted=3, cpu_s=dict.fromkeys(PHASES, 0.9), flops={"forward": 30, "backward": 60}
-    )
+    plain = steps(12, 9, 3, 0.9, (30, 60))
     assert plain.total_s("backward") == pytest.approx(1.2)
     assert plain.total_s() == pytest.approx(3.6)
     assert plain.total_flops() == 360
-    assert math.isnan(Steps(tokens=3, counted=3, flops={"forward": 30, "backward": 60}).total_s())
-    assert Steps().total_s() == 0
+    assert math.isnan(steps(3, 0, 3, flops=(30, 60)).total_s())
+    assert thin_finetune.Steps().total_s() == 0
 
 
 def test_extra_passes_are_in_time_and_flops():
     # Red with `plain` alone in either sum, and with all of the time of the extra steps as that of their passes.
-    plain = Steps(tokens=12, timed=6, counted=6, cpu_s=dict.fromkeys(PHASES, 1), flops={"forward": 6, "backward": 12})
-    extra = Steps(tokens=4, timed=4, counted=4, cpu_s=dict.fromkeys(PHASES, 2), flops={"forward": 50, "backward": 8})
-    epoch = Epoch(plain=plain, extra=extra)
+    epoch = Epoch(plain=steps(12, 6, 6, 1, (6, 12)), extra=steps(4, 4, 4, 2, (50, 8)))
     assert epoch.total_s() == 6 + 6
     assert epoch.total_flops() == 36 + 58
     assert epoch.total_flops("backward") == 24 + 8
@@ -81,9 +73,7 @@ def test_extra_passes_are_in_time_and_flops():
 
 def test_a_step_that_compiled_counts_once():
     # Red where its tokens take the seconds of other steps as well.
-    plain = Steps(tokens=12, timed=6, counted=4, cpu_s=dict.fromkeys(PHASES, 1))
-    extra = Steps(tokens=5, timed=1, counted=1, cpu_s=dict.fromkeys(PHASES, 2))
-    epoch = Epoch(plain=plain, extra=extra, compiling_s=40.0)
+    epoch = Epoch(plain=steps(12, 6, 4, 1), extra=steps(5, 1, 1, 2), compiling_s=40.0)
     assert epoch.compiled_s() == pytest.approx(3 * 10 / 6 + 6 * 2 + 40)
 
 
@@ -95,10 +85,7 @@ def test_the_saved_share_is_told_where_flops_are_saved():
 
 def epoch_of(cpu_s: float, flops: int, compiling_s: float = 0.0) -> Epoch:
     """An epoch of plain steps: a third of its tokens is on the clock, a third is counted, a third compiled."""
-    seconds = dict.fromkeys(PHASES, cpu_s / 9)
-    plain = Steps(
-        tokens=12, timed=4, counted=4, cpu_s=seconds, flops={"forward": flops // 9, "backward": 2 * flops // 9}
-    )
+    plain = steps(12, 4, 4, cpu_s / 9, (flops // 9, 2 * flops // 9))
     return Epoch(steps=3, rows=8, plain=plain, accuracy=0.5, compiling_s=compiling_s)
 
 
@@ -130,30 +117,20 @@ def begun(name: str) -> tuple[Method, Rows]:
     """A method before its first step, and eight rows."""
     torch.manual_seed(0)
     args = Namespace(amp="off", compile=False, lr=0.05, tau=0.5, keep=None, rows=8, batch=8, epochs=1)
-    data = Rows(torch.randint(50, (8, 5)), torch.full((8,), 5), torch.randint(45, (8,)))
     method = Method(name, Small(), args, 0)
     method.epochs.append(Epoch())
-    return method, data
-
-
-def trained(name: str, steps: int, counted: int) -> tuple[Method, list[bool], list[int]]:
-    """A method after some steps: which were expected to have extra passes, and how many there were after each."""
-    method, data = begun(name)
-    expected, measured = [], []
-    for step in range(steps):
-        expected.append(method.has_passes())
-        method.step(data, torch.arange(8), 0.05, count=step == counted)
-        measured.append(method.handle._control.measured if name == "thinned" else 0)
-    return method, expected, measured
+    return method, Rows(torch.randint(50, (8, 5)), torch.full((8,), 5), torch.randint(45, (8,)))
 
 
 @pytest.mark.usefixtures("always_drawn")
 def test_steps_that_measure_weights_are_counted_and_timed_in_turns():
     # Red with `begun + 1` left out (each is expected one step late), with the owed count forgotten in a
     # step that measures (no plain step is counted), and where these are all counted or all timed.
-    method, expected, measured = trained("thinned", 22, counted=9)
-    assert [step for step, passes in enumerate(expected) if passes] == [1, 3, 7, 15]
-    assert [step for step in range(1, 22) if measured[step] > measured[step - 1]] == [1, 3, 7, 15]
+    method, data = begun("thinned")
+    for number in range(22):
+        expected, before = method.has_passes(), method.handle._control.measured
+        method.step(data, torch.arange(8), 0.05, count=number == 9)
+        assert expected == (method.handle._control.measured > before) == (number in (1, 3, 7, 15))
     (epoch,) = method.epochs
     assert (epoch.extra.tokens, epoch.extra.timed, epoch.extra.counted) == (160, 80, 80)
     assert (epoch.plain.tokens, epoch.plain.timed, epoch.plain.counted) == (720, 680, 40)

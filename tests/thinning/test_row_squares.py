@@ -102,18 +102,23 @@ PRODUCTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
     "flat, rows first": (Layout(0, N, 1, FEW), (N * FEW,)),
     "flat, tokens first": (Layout(0, N, FEW, 1), (FEW * N,)),
     "flat, rows between": (Layout(0, N, 2, 3), (2 * N * 3,)),
+    "two tokens": (Layout(0, N), (N, 2)),
+    "as many tokens as signs": (Layout(0, N), (N, squares.SIGNS)),
     "many tokens": (Layout(0, N), (N, MANY)),
     "many tokens, rows second": (Layout(1, N), (MANY, N)),
 }
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("widths", [(20, 7), (7, 20)])
+@pytest.mark.parametrize("widths", [(20, 7), (7, 20), (40, 24)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_linear_layer_tells_the_square_of_each_rows_part(name: str, widths: tuple[int, int], bias: bool):
-    # A width of 7 is below SIGNS, so nothing is estimated. Red with `_lines` that does not move the rows in front, and
-    # with the norms' product for any number of lines.
+    # Nothing is estimated: 7 is below SIGNS, or few tokens are exact in large widths. Red with `_lines` that does not
+    # move the rows in front, with the norms' product for any number of lines, and with a sum over the Gram matrices'
+    # diagonals alone.
     layout, shape = PRODUCTS[name]
+    if "many" in name and min(widths) > squares.SIGNS:
+        pytest.skip("an estimate")
     layer, x = nn.Linear(*widths, bias=bias), torch.randn(*shape, widths[0])
     v = torch.randn(*shape, widths[1])
     same(told_once(layer(x), layout, v), of_each(gradients(lambda: layer(x), layout, v, layer.weight)))
@@ -129,14 +134,6 @@ def test_the_gradient_may_be_either_factor(turned: bool):
 
     v = torch.randn(8, N) if turned else torch.randn(N, 8)
     same(told_once(forward(), layout, v), of_each(gradients(forward, layout, v, w)))
-
-
-@pytest.mark.parametrize("tokens", [1, 2, squares.SIGNS])
-def test_few_tokens_are_exact_in_large_widths(tokens: int):
-    # Red with a sum over the Gram matrices' diagonals alone.
-    layer, x, v = nn.Linear(40, 24), torch.randn(N, tokens, 40), torch.randn(N, tokens, 24)
-    expected = of_each(gradients(lambda: layer(x), Layout(0, N), v, layer.weight))
-    same(told_once(layer(x), Layout(0, N), v), expected)
 
 
 @pytest.mark.parametrize("widths", [(40, 24), (24, 40)])
@@ -220,14 +217,6 @@ def test_many_channels_are_estimated(make: Callable[[], nn.Module], count: int, 
     within_error(told_once(layer(x), Layout(0, N), v), alone, 2, squares.CHANNELS)
 
 
-def test_no_weight_gradient_no_square():
-    # Red without `rest[-1][1]`.
-    layer, x = nn.Conv2d(3, 5, 3), torch.randn(N, 3, 6, 6, requires_grad=True)
-    layer.weight.requires_grad_(False)
-    out = layer(x)
-    assert told(out, Layout(0, N), torch.randn_like(out)) == []
-
-
 # --- which rows, and in which type ------------------------------------------------------------------------------------
 
 
@@ -236,42 +225,38 @@ def half(weights: Tensor) -> Any:
     return lambda: (torch.arange(0, N, 2), weights)
 
 
-def deep(tokens: bool = False) -> nn.Sequential:
-    if tokens:
-        return nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 32))
-    return nn.Sequential(nn.Conv2d(3, 12, 3), nn.Tanh(), nn.Conv2d(12, 6, 3), nn.Flatten(), nn.Linear(24, 4))
+def deep() -> nn.Sequential:
+    """Three weights, of which the first one's squares are exact, and those of a convolution and of tokens estimates."""
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 3), nn.Tanh(), nn.Conv2d(12, 20, 3, padding=1), nn.Flatten(2), nn.Linear(25, 20)
+    )
 
 
-def weights_of(model: nn.Module) -> list[Tensor]:
-    return [p for p in model.parameters() if p.ndim > 1][::-1]
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(N, 3, 7, 7), torch.randn(N, 20, 20)
 
 
 def test_thinned_rows_tell_squares_of_what_they_were_multiplied_by():
-    # Red where `moved` does not hand `measures` on. The second convolution's squares are estimated.
-    model, x, v = deep(), torch.randn(N, 3, 6, 6), torch.randn(N, 4)
-    weights = torch.rand(5, dtype=torch.float64) + 1
-    found = told(model(x), Layout(0, N), v, half(weights))
-    assert len(found) == 3
-    for (rows, of_rows), weight in zip(found, weights_of(model), strict=True):
+    # Beside those of all rows, which have the same signs. Red where `moved` does not hand `measures` on.
+    model, (x, v), weights = deep(), images(), torch.rand(5, dtype=torch.float64) + 1
+    every, some = told(model(x), Layout(0, N), v), told(model(x), Layout(0, N), v, half(weights))
+    assert len(some) == len(every) == 3
+    for (rows, found), (_, of_all) in zip(some, every, strict=True):
         assert rows.index.tolist() == [0, 2, 4, 6, 8]
         assert rows.hook.weights is weights
-        alone = gradients(lambda: model(x), Layout(0, N), v, weight)[::2]
-        scaled = weights.square() * of_each(alone)
-        same(of_rows, scaled, 1e-4 if weight.shape[1] != 12 else 0.8)
+        same(found, weights.square() * of_all[::2])
 
 
 def test_gradients_and_random_state_stay_as_they_are():
     # Red with signs drawn by `torch.randn`, and with an op in place on a factor.
-    x, v = torch.randn(N, MANY, 40), torch.randn(N, MANY, 32)
-    model = deep(tokens=True)
+    model, (x, v) = deep(), images()
     model(x).backward(v)
     plain = [p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     before = torch.get_rng_state()
-    assert len(told(model(x), Layout(0, N), v)) == 2
+    assert len(told(model(x), Layout(0, N), v)) == 3
     assert torch.equal(before, torch.get_rng_state())
-    for p, expected in zip(model.parameters(), plain, strict=True):
-        torch.testing.assert_close(p.grad, expected, rtol=0, atol=0)
+    torch.testing.assert_close([p.grad for p in model.parameters()], plain, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -301,8 +286,7 @@ def test_squares_do_not_overflow_in_float16(tokens: int):
     # Red without the wider type.
     dz, x = (torch.full((N, tokens, width), 300.0, dtype=torch.float16) for width in (24, 10))
     rows = RowSet(torch.arange(N), N, unique=True, batchnorm="rows")
-    expected = torch.full((N,), 240 * (tokens * 300.0**2) ** 2)
-    same(squares.of_product(dz, x, rows), expected)
+    same(squares.of_product(dz, x, rows), torch.full((N,), 240 * (tokens * 300.0**2) ** 2))
 
 
 def test_float64_stays_float64():
@@ -319,9 +303,9 @@ def test_tokens_that_are_rows_tell_a_square_each():
     layer, x, v = nn.Linear(20, 24), torch.randn(N, FEW, 20), torch.randn(N, FEW, 24)
     places = torch.tensor([3, 4, 20, 44])
     rows = RowSet(places, N * FEW, unique=True, batchnorm="rows")
-    layout = Layout(0, N * FEW, minor=(Part(1, FEW),))
     values = v.flatten(0, 1)[places].unsqueeze(1)
-    ((_, found),) = told(layer(x), Layout(0, N), v, make=lambda *_: RowSlice(values, rows, layout, v.shape))
+    g = RowSlice(values, rows, Layout(0, N * FEW, minor=(Part(1, FEW),)), v.shape)
+    ((_, found),) = told(layer(x), Layout(0, N), v, make=lambda *_: g)
     same(found, of_each(values.mT @ x.flatten(0, 1)[places].unsqueeze(1)))
 
 
@@ -345,26 +329,33 @@ def fallen(grad: Tensor, layout: Layout) -> RowSlice:
     return g
 
 
-@pytest.mark.parametrize("make", [pixels, repeated, fallen])
-def test_where_an_entry_is_no_row_of_its_own_nothing_is_told(make: Any):
-    # Red without the conditions on the layout and on repeats in `_teller`.
-    layer, x = nn.Conv2d(6, 5, 1), torch.randn(N, 6, 4, 5)
-    out = layer(x)
+def convolved(weighs: bool = True) -> Tensor:
+    layer = nn.Conv2d(6, 5, 1)
+    layer.weight.requires_grad_(weighs)
+    return layer(torch.randn(N, 6, 4, 5))
+
+
+def multiplied(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(N, 6, dtype=dtype) @ nn.Parameter(torch.randn(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("forward", "make"),
+    [
+        (convolved, pixels),
+        (convolved, repeated),
+        (convolved, fallen),
+        (lambda: convolved(weighs=False), rows_in),
+        (lambda: multiplied(torch.float32, 6), rows_in),
+        (lambda: multiplied(torch.complex64, 6, 4), rows_in),
+    ],
+    ids=["pixels", "a row twice", "a row that fell out", "no weight gradient", "a vector", "complex"],
+)
+def test_where_no_entry_is_the_square_of_a_row_of_its_own_nothing_is_told(forward: Callable[[], Tensor], make: Any):
+    # Red without the conditions on the layout and on repeats in `_teller`, without `rest[-1][1]`, where any product
+    # that contracts over the rows is measured, and where an ordering of complex numbers is asked for.
+    out = forward()
     assert told(out, Layout(0, N), torch.randn_like(out), make=make) == []
-    assert layer.weight.grad is not None
-
-
-def test_a_product_with_a_vector_tells_nothing():
-    # Red where any product that contracts over the rows is measured.
-    w, x = nn.Parameter(torch.randn(6)), torch.randn(N, 6)
-    assert told(x @ w, Layout(0, N), torch.randn(N)) == []
-    assert w.grad is not None
-
-
-def test_complex_gradients_tell_nothing():
-    # Red without the condition: an ordering of complex numbers is asked for, or a sign is missing.
-    w, x = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64)), torch.randn(N, 6, dtype=torch.complex64)
-    assert told(x @ w, Layout(0, N), torch.randn(N, 4, dtype=torch.complex64)) == []
 
 
 # --- compiled regions -------------------------------------------------------------------------------------------------
@@ -388,24 +379,21 @@ def first_with_half(out: Tensor, v: Tensor) -> None:
 
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize(("kernels", "dynamic"), [("eager", False), ("eager", True), ("inductor", None)])
-@pytest.mark.parametrize("tokens", [False, True])
-def test_a_compiled_region_tells_what_eager_mode_does(tokens: bool, kernels: str, dynamic: bool | None):
+def test_a_compiled_region_tells_what_eager_mode_does(kernels: str, dynamic: bool | None):
     # Red with a key without `measures`: the second backward then finds the first one's graph. Red under Inductor
     # with the weight gradient itself in the graph.
-    model = deep(tokens)
+    model, (x, v) = deep(), images()
     compiled = torch.compile(model, backend="rowprop", options={"kernels": kernels}, dynamic=dynamic)
-    x, v = (
-        (torch.randn(N, MANY, 40), torch.randn(N, MANY, 32)) if tokens else (torch.randn(N, 3, 6, 6), torch.randn(N, 4))
-    )
     first_with_half(compiled(x), v)
-    for places in ([0, 2, 4, 6, 8], [1, 2, 7], [4], None):
+    choices = [[0, 2, 4, 6, 8], [1, 2, 7], [4], None]
+    for places in choices[:2] if kernels == "inductor" else choices:  # Inductor takes long for each
 
         def choose() -> Any:
             return None if places is None else (torch.tensor(places), torch.full((len(places),), 2.0).double())
 
         expected = told(model(x), Layout(0, N), v, choose)
         found = told(compiled(x), Layout(0, N), v, choose)
-        assert len(found) == len(expected) == (2 if tokens else 3)
+        assert len(found) == len(expected) == 3
         for (rows, of_rows), (_, other) in zip(found, expected, strict=True):
             assert rows.index.tolist() == (places or list(range(N)))
             same(of_rows, other, 1e-3)
@@ -417,10 +405,9 @@ def test_a_region_of_any_length_tells_of_short_and_of_long_sequences(lengths: tu
     # Red where the graph asks whether there are more than 16 tokens: its symbol answers as in the first call, and the
     # region runs at full size from the second call on. An estimate of one row is off by .35 of it at most, as a
     # standard deviation; all rows have the same signs.
-    model = deep(True)
+    model = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 32))
     compiled = torch.compile(model, backend="rowprop", options={"kernels": "eager"}, dynamic=True)
-    x, v = torch.randn(N, lengths[0], 40), torch.randn(N, lengths[0], 32)
-    first_with_half(compiled(x), v)
+    first_with_half(compiled(torch.randn(N, lengths[0], 40)), torch.randn(N, lengths[0], 32))
     for length in (lengths[1], lengths[0]):
         x, v = torch.randn(N, length, 40), torch.randn(N, length, 32)
         expected, found = told(model(x), Layout(0, N), v), told(compiled(x), Layout(0, N), v)
