@@ -428,6 +428,15 @@ def test_per_class_is_the_selector_on_each_class_with_the_weight_of_the_class():
         assert rows_of(selection) == sorted(expected)
 
 
+def test_classes_are_unbiased_together_if_each_is():
+    # Red when: the last class, or any, speaks for all.
+    def of_single_rows(scores, context):
+        return Selection(torch.zeros(1).long(), torch.ones(1), scores.numel(), unbiased=scores.numel() == 1)
+
+    for classes, unbiased in (([0, 1, 2], True), ([0, 1, 1], False), ([1, 1, 2], False)):
+        assert PerClass(of_single_rows)(torch.rand(3), Context(classes=torch.tensor(classes))).unbiased == unbiased
+
+
 def test_over_all_rows_the_step_is_the_plain_one_less_what_is_left_out():
     # Red when: the weights stay 1/K, or N is that of the kept rows.
     model, x = nn.Linear(3, 1, bias=False), torch.randn(10, 3, generator=seeded())
