@@ -59,8 +59,8 @@ def dense_loss(losses: Tensor, counted: Tensor, selector: Any) -> tuple[Tensor, 
 
 
 def token_step(selector: Any, model: Any = None, losses_fn: Any = token_losses, **options: Any) -> SelectiveBackprop:
-    options = {"engine": "sliced", "generator": torch.Generator().manual_seed(3)} | options
-    return SelectiveBackprop(Decoder(False) if model is None else model, losses_fn, selector, unit="token", **options)
+    options = {"engine": "sliced", "generator": torch.Generator().manual_seed(3), "unit": "token"} | options
+    return SelectiveBackprop(Decoder(False) if model is None else model, losses_fn, selector, **options)
 
 
 def given_step(selector: Any, **options: Any) -> SelectiveBackprop:
@@ -68,23 +68,11 @@ def given_step(selector: Any, **options: Any) -> SelectiveBackprop:
 
 
 SELECTORS = [
-    TopK(0.6),
-    LossMass(0.3),
-    Threshold(4.0),
-    RandomRows(0.25),
-    ImportanceSampling(0.5),
-    OverAll(TopK(0.2)),
-    MultipleOf(TopK(0.1), 8),
-    Everything(),
+    *[TopK(0.6), LossMass(0.3), Threshold(4.0), RandomRows(0.25), ImportanceSampling(0.5), Everything()],
+    *[OverAll(TopK(0.2)), MultipleOf(TopK(0.1), 8)],
 ]
-
-
-COUNTED = {
-    "answers": ANSWERS,
-    "uneven": MASKS["uneven"],
-    "all": ~NONE,
-    "one": NONE.index_put((torch.tensor(2), torch.tensor(7)), torch.tensor(True)),
-}
+ONE = NONE.index_put((torch.tensor(2), torch.tensor(7)), torch.tensor(True))
+COUNTED = {"answers": ANSWERS, "uneven": MASKS["uneven"], "all": ~NONE, "one": ONE}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -161,12 +149,11 @@ def test_labels_of_minus_100_are_left_out_of_a_packed_loss():
     assert record.reason == "the whole batch: the selector keeps every token"
 
 
+EMPTY = [{}, {"nonfinite": "drop"}, {"nonfinite": "keep"}, {"min_rows": 4}, {"ranks": Local()}, {"ranks": Global()}]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"nonfinite": "drop"}, {"nonfinite": "keep"}, {"min_rows": 4}, {"ranks": Local()}, {"ranks": Global()}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", EMPTY, ids=str)
 def test_a_batch_of_which_no_token_counts_has_a_loss_and_a_gradient_of_zero(engine: str, options: dict[str, Any]):
     # Red when: the selector is asked about no scores, or the loss is the NaN of a mean of nothing.
     step = token_step(TopK(0.5), engine=engine, **options)
@@ -181,8 +168,7 @@ def test_a_batch_of_which_no_token_counts_has_a_loss_and_a_gradient_of_zero(engi
 def test_the_accumulated_gradient_is_the_mean_over_exactly_b_tokens(engine: str):
     # Red when: tokens that do not count fill the step, or a batch without tokens ends it.
     step = token_step(TopK(0.25), engine=engine, accumulate_to=40)
-    ours: list[Tensor] = []
-    kept: list[Tensor] = []
+    ours, kept = list[Tensor](), list[Tensor]()
     for counted in (ANSWERS, NONE, MASKS["a quarter"], ~NONE):
         losses = token_losses(step.model, BATCH)
         if counted.any():
@@ -196,20 +182,20 @@ def test_the_accumulated_gradient_is_the_mean_over_exactly_b_tokens(engine: str)
 
 
 BAD = torch.tensor([[1.0, math.nan, 3.0, 9.0], [math.inf, 2.0, -math.inf, 4.0]])
-SIX = torch.tensor([[True, True, True, False], [True, True, False, True]])  # 1 nan 3, inf 2 4
+THREE_EACH = torch.tensor([[True, True, True, False], [True, True, False, True]])  # 1 nan 3, inf 2 4
 
 
 @pytest.mark.usefixtures("as_host")
 def test_tokens_that_are_not_finite_are_refused_dropped_or_kept():
     # Red when: places among all tokens are named, a token that does not count is looked at, or the dropped count in N.
     with refused("2 of 6 tokens ... (tokens 1, 3 of those that count) ... choose nonfinite='drop'"):
-        given_step(TopK(0.5))(BAD, counted=SIX)
-    loss, record = given_step(TopK(0.5), nonfinite="drop")(BAD, counted=SIX)
+        given_step(TopK(0.5))(BAD, counted=THREE_EACH)
+    loss, record = given_step(TopK(0.5), nonfinite="drop")(BAD, counted=THREE_EACH)
     assert record.selection.rows.tolist() == [2, 7] and loss.item() == 3.5 and record.loss_all.item() == 2.5
-    loss, record = given_step(TopK(0.5), nonfinite="keep")(BAD, counted=SIX)
+    loss, record = given_step(TopK(0.5), nonfinite="keep")(BAD, counted=THREE_EACH)
     assert record.selection.rows.tolist() == [1, 4, 7] and not loss.isfinite()
     with refused("All 2 tokens have a NaN or infinite loss or score"):
-        given_step(TopK(0.5), nonfinite="drop")(BAD, counted=~BAD.isfinite() & SIX)
+        given_step(TopK(0.5), nonfinite="drop")(BAD, counted=~BAD.isfinite() & THREE_EACH)
 
 
 @pytest.mark.usefixtures("as_accelerator")
@@ -222,7 +208,7 @@ def test_on_a_device_nobody_waits_but_for_the_mask():
         step(torch.rand(4, 6), counted=torch.rand(4, 6) < 0.9)
     assert waited.seen == ["nonzero in Tokens.counting"]  # on the host, where the mask is
     with refused("2 of 6 tokens ... (tokens 1, 3 of those that count)"):
-        given_step(TopK(0.5))(BAD, counted=SIX)[0].backward()
+        given_step(TopK(0.5))(BAD, counted=THREE_EACH)[0].backward()
 
 
 def test_fewer_tokens_than_the_floor_are_joined_by_others_that_count():
@@ -249,10 +235,10 @@ def test_parts_see_the_rows_and_the_positions_of_the_tokens_that_count():
         return TopK(0.5)(scores, context)
 
     ids, classes = torch.tensor([7, 3]), torch.tensor([0, 1])
-    given_step(selector)(BAD.nan_to_num(0, 0, 0), counted=SIX, ids=ids, classes=classes)
+    given_step(selector)(BAD.nan_to_num(0, 0, 0), counted=THREE_EACH, ids=ids, classes=classes)
     assert seen[0].ids.tolist() == [7, 7, 7, 3, 3, 3] and seen[0].positions.tolist() == [0, 1, 2, 0, 1, 3]
     assert seen[0].classes.tolist() == [0, 0, 0, 1, 1, 1] and seen[0].at(torch.tensor([4])).positions.tolist() == [1]
-    record = given_step(PerClass(TopK(0.3)))(BAD.nan_to_num(0, 0, 0), counted=SIX, classes=classes)[1]
+    record = given_step(PerClass(TopK(0.3)))(BAD.nan_to_num(0, 0, 0), counted=THREE_EACH, classes=classes)[1]
     assert record.selection.rows.tolist() == [2, 7]
 
 
@@ -407,57 +393,34 @@ def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine: str, recipe: s
     assert_resumes(made, call)
 
 
-HALF, SIX_LOSSES = TopK(0.5), torch.rand(2, 3)
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "recompute": (
-        lambda: token_step(HALF, engine="recompute"),
-        "SelectiveBackprop got engine=Recompute(scoring='train') ... take 'sliced'.",
-    ),
-    "a history": (
-        lambda: token_step(HALF, history=LossHistory()),
-        "SelectiveBackprop got unit='token' with a history ... leave the history out.",
-    ),
-    "a unit": (
-        lambda: SelectiveBackprop(nn.Linear(1, 1), given_losses, HALF, unit="pixel"),  # type: ignore[arg-type]
-        "SelectiveBackprop got unit='pixel' but one of row, token was needed; the default is row.",
-    ),
-    "counted of rows": (
-        lambda: SelectiveBackprop(Shift(), given_losses, HALF)(torch.rand(4), counted=torch.ones(4).bool()),
-        "a call got counted but the step selects among rows; unit='token' was needed.",
-    ),
-    "numbers for flags": (
-        lambda: given_step(HALF)(SIX_LOSSES, counted=torch.ones(2, 3)),
-        "counted came as a tensor of shape (2, 3) and dtype torch.float32 but a bool mask ... `labels[:, 1:] != -100`.",
-    ),
-    "a list": (
-        lambda: given_step(HALF)(SIX_LOSSES, counted=[True]),  # type: ignore[arg-type]
-        "a call got counted=[True], a list, but a bool mask of the shape of the losses was needed",
-    ),
-    "another shape": (
-        lambda: given_step(HALF)(SIX_LOSSES, counted=torch.ones(2, 4).bool()),
-        "losses_fn returned a tensor of shape (2, 3) ... shape (2, 4), as counted ... shift and cut all alike.",
-    ),
-    "one loss": (
-        lambda: given_step(HALF)(SIX_LOSSES.mean()),
-        "losses_fn returned a tensor of shape () ... pass reduction='none' to the loss.",
-    ),
-    "scores of rows": (
-        lambda: given_step(HALF, scorer=lambda model, batch: batch.sum(1))(SIX_LOSSES),
+SIX = torch.rand(2, 3)
+
+
+def halved(losses: Any = SIX, counted: Any = None, ids: Any = None, **options: Any) -> object:
+    return given_step(TopK(0.5), **options)(losses, counted=counted, ids=ids)
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (partial(halved, engine="recompute"), "SelectiveBackprop got engine=Recompute(scoring='train') ... take 'sliced'."),
+    (partial(halved, history=LossHistory()), "unit='token' with a history ... leave the history out."),
+    (partial(halved, unit="pixel"), "SelectiveBackprop got unit='pixel' but one of row, token ... the default is row."),
+    (partial(halved, counted=SIX > 0, unit="row"), "a call got counted but the step selects among rows; unit='token'"),
+    (partial(halved, counted=SIX), "counted came as a tensor of shape (2, 3) ... a bool mask ... `labels[:, 1:] != -"),
+    (partial(halved, counted=[True]), "counted=[True], a list, but a bool mask of the shape of the losses was needed"),
+    (partial(halved, counted=torch.ones(2, 4) > 0), "shape (2, 3) ... shape (2, 4), as counted ... cut all alike."),
+    (partial(halved, SIX.mean()), "losses_fn returned a tensor of shape () ... pass reduction='none' to the loss."),
+    (
+        partial(halved, scorer=lambda model, batch: batch.sum(1)),
         "losses_fn returned a tensor of shape (2, 3) ... one number per token was needed, shape (2,)",
     ),
-    "ids of other rows": (
-        lambda: given_step(HALF)(torch.rand(6), ids=torch.arange(5)),
-        "ids came as a tensor of shape (5,) ... int64 of shape (6,), one for each row",
+    (
+        lambda: token_step(TopK(0.5), Shift(), lambda m, b: m(b).flatten())(SIX, ids=torch.arange(2)),
+        "ids came as a tensor of shape (2,) ... int64 of shape (6,)",
     ),
-    "ids beside flattened losses": (
-        lambda: token_step(HALF, losses_fn=lambda m, b: token_losses(m, b).flatten())(BATCH, ids=torch.arange(N)),
-        f"ids came as a tensor of shape ({N},) ... int64 of shape ({N * T},)",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_call_is_refused_in_a_sentence(name: str):
-    call, sentence = REFUSED[name]
+@pytest.mark.parametrize(("call", "sentence"), REFUSED)
+def test_a_wrong_call_is_refused_in_a_sentence(call: Callable[[], object], sentence: str):
     with refused(sentence):
         call()
