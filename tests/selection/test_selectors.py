@@ -86,25 +86,12 @@ def test_top_k_is_a_sort_with_ties_to_the_lower_row(losses, percent):
     assert rows_of(TopK(percent / 100)(torch.tensor(losses).float())) == hardest(losses, count)
 
 
-def test_nan_ranks_last_even_behind_minus_infinity():
-    # Red when: hardest_first sorts descending (torch then puts NaN first).
-    scores = torch.tensor([math.nan, 1.0, -math.inf, math.nan, 5.0])
-    assert rows_of(TopK(0.6)(scores)) == [1, 2, 4]
-    assert rows_of(TopK(0.8)(scores)) == [0, 1, 2, 4]
-
-
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=30))
 def test_above_mean_is_strictly_above_and_never_empty(losses):
     # Red when: `>` becomes `>=`, or the all-equal case is not caught.
     mean = Fraction(sum(losses), len(losses))
     expected = [row for row, loss in enumerate(losses) if loss > mean] or list(range(len(losses)))
     assert rows_of(AboveMean()(torch.tensor(losses).double())) == expected
-
-
-def test_above_mean_of_equal_fractions_keeps_all():
-    # Red when: the mean is taken in float32, where 0.1 summed ten times lies on one side of ten times 0.1.
-    for value in (0.1, 0.3, 1e-8, 1e30):
-        assert AboveMean()(torch.full((10,), value)).is_everything
 
 
 @settings(max_examples=150)
@@ -349,12 +336,6 @@ def test_no_set_of_rows_has_a_larger_variance(rewards, ninths):
     assert variance(tuple(rows)) == max(variance(some) for some in itertools.combinations(range(len(rewards)), count))
 
 
-def test_rewards_far_from_zero_are_told_apart():
-    # Red when: squares are taken of the rewards as they are, in which such a difference is lost.
-    rewards = torch.tensor([3.0, 7.0, 0.0, 5.0, 1.0, 6.0, 2.0, 4.0], dtype=torch.float64) * 1e-3 + 1e7
-    assert rows_of(MaxVariance(0.5)(rewards)) == [1, 2, 4, 5]
-
-
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=30), st.integers(0, 10), st.integers(0, 10))
 def test_top_bottom_is_both_ends_of_a_sort(losses, top, bottom):
     # Red when: a tie lets a row be taken at both ends, the counts are of other roundings, or the bottom is hardest.
@@ -365,20 +346,34 @@ def test_top_bottom_is_both_ends_of_a_sort(losses, top, bottom):
     assert rows_of(TopBottom(top / 10, bottom / 10)(torch.tensor(losses).float())) == sorted(expected)
 
 
-def test_a_nan_is_the_last_to_be_taken_at_either_end():
-    # Red when: the bottom is the end of an order that puts NaN last.
-    scores = torch.tensor([math.nan, 1.0, 5.0, math.nan, -2.0, 3.0])
-    assert rows_of(TopBottom(1 / 6, 2 / 6)(scores)) == [1, 2, 4]
-    assert rows_of(TopBottom(3 / 6, 2 / 6)(scores)) == [0, 1, 2, 4, 5]
+NAN, INF = math.nan, math.inf
+EXAMPLES = [
+    # NaN ranks last, even behind -infinity. Red when hardest_first sorts descending (torch then puts NaN first).
+    (TopK(0.6), [NAN, 1.0, -INF, NAN, 5.0], [1, 2, 4]),
+    (TopK(0.8), [NAN, 1.0, -INF, NAN, 5.0], [0, 1, 2, 4]),
+    # It is the last to be taken at either end. Red when the bottom is the end of an order that puts NaN last.
+    (TopBottom(1 / 6, 2 / 6), [NAN, 1.0, 5.0, NAN, -2.0, 3.0], [1, 2, 4]),
+    (TopBottom(3 / 6, 2 / 6), [NAN, 1.0, 5.0, NAN, -2.0, 3.0], [0, 1, 2, 4, 5]),
+    # Red when the mean is taken in float32, where 0.1 summed ten times lies on one side of ten times 0.1.
+    *[(AboveMean(), [value] * 10, list(range(10))) for value in (0.1, 0.3, 1e-8, 1e30)],
+    # Red when squares are taken of the rewards as they are, in which such a difference is lost.
+    (MaxVariance(0.5), 1e7 + 1e-3 * torch.tensor([3, 7, 0, 5, 1, 6, 2, 4]).double(), [1, 2, 4, 5]),
+    # Red when `>=` becomes `>`, or the dtypes differ: the float32 is a hair below 0.7 as a float64.
+    (Threshold(0.7), [0.1, 0.7, 0.2, NAN, INF, -INF], [1, 4]),
+    (Threshold(0.7), torch.tensor([0.7, 0.8]).double(), [1]),
+    # Red when an empty selection divides by its count or is filled up to a multiple.
+    (Threshold(9), [0.1, 0.7, 0.2], []),
+    (MultipleOf(Threshold(9), 8), [0.1, 0.7, 0.2], []),
+    (Nonzero(), [0.0, NAN], [1]),
+    (Nonzero(), [0.0, 0.0], []),
+]
 
 
-def test_threshold_keeps_what_reaches_it_and_may_keep_nothing():
-    # Red when: `>=` becomes `>`, or an empty selection divides by its count or is filled up to a multiple.
-    scores = torch.tensor([0.1, 0.7, 0.2, math.nan, math.inf, -math.inf])
-    assert rows_of(Threshold(0.7)(scores)) == [1, 4]
-    assert rows_of(Threshold(0.7)(scores.double())) == [4]  # compared in their dtype: the float32 is a hair below
-    for nothing in (Threshold(9)(scores[:3]), MultipleOf(Threshold(9.0), 8)(scores[:3])):
-        assert (nothing.num_kept, nothing.num_rows, nothing.weights.numel()) == (0, 3, 0)
+@pytest.mark.parametrize(("selector", "scores", "rows"), EXAMPLES)
+def test_the_rows_of_an_example(selector, scores, rows):
+    selection = selector(torch.as_tensor(scores))
+    assert rows_of(selection) == rows and selection.num_rows == len(scores)
+    assert selection.weights.numel() == len(rows) and selection.weights.isfinite().all()
 
 
 def test_nonzero_gives_the_gradient_of_the_mean_of_all():
@@ -393,7 +388,6 @@ def test_nonzero_gives_the_gradient_of_the_mean_of_all():
     torch.testing.assert_close(exact, losses.mean())
     ours, plain = (torch.autograd.grad(loss, weight, retain_graph=True) for loss in (exact, losses.mean()))
     torch.testing.assert_close(ours, plain)
-    assert rows_of(Nonzero()(torch.tensor([0.0, math.nan]))) == [1] and Nonzero()(torch.zeros(4)).num_kept == 0
 
 
 # --- wrappers --------------------------------------------------------------------------------------------------------
@@ -608,31 +602,17 @@ def with_context(scores, given):
     return TopK(0.5)(scores, given)
 
 
-class Bound:
-    """One whose method selects."""
-
-    def choose(self, scores, context):
-        return with_context(scores, context)
-
-
 class Module(nn.Module):
-    """A selector that may have parameters."""
+    """A selector that may have parameters, and whose other method selects, too."""
 
     def forward(self, scores, context):
         return with_context(scores, context)
 
 
-def with_setting(keep, scores, context):
-    return with_context(scores, context)
-
-
-def of_any_number(*given):
-    return with_context(*given)
-
-
 FUNCTIONS = [
-    *[with_context, Bound().choose, Module(), partial(with_setting, 0.5), of_any_number, TopK(0.5)],
-    *[selector(scores_alone), selector(partial(scores_alone)), lambda s, c: with_context(s, c)],
+    *[with_context, TopK(0.5), Module(), Module().forward, lambda s, c: with_context(s, c)],
+    *[lambda *given: with_context(*given), partial(lambda keep, scores, context: with_context(scores, context), 0.5)],
+    *[selector(scores_alone), selector(partial(scores_alone))],
 ]
 
 
@@ -668,25 +648,21 @@ def test_what_is_no_selector_is_refused_where_it_is_given(name):
 class Counting:
     """A function of scores that remembers."""
 
+    state_dict = load_state_dict = dict
+
     def __call__(self, scores):
         return TopK(0.5)(scores)
 
-    def state_dict(self):
-        return {}
 
-    def load_state_dict(self, state):
-        pass
+RETURNED = {
+    "a Tensor": torch.tensor([0, 1]),
+    "a NoneType": None,
+    "a Selection made from 3 rows": Selection.everything(3),
+}
 
 
-@pytest.mark.parametrize(
-    ("returned", "described"),
-    [
-        (torch.tensor([0, 1]), "a Tensor"),
-        (None, "a NoneType"),
-        (Selection.everything(3), "a Selection made from 3 rows"),
-    ],
-)
-def test_what_a_selector_returns_is_a_selection_of_its_scores(returned, described):
+@pytest.mark.parametrize(("described", "returned"), RETURNED.items())
+def test_what_a_selector_returns_is_a_selection_of_its_scores(described, returned):
     # Red when: a wrapper does not look at the selection that the selector inside returned.
     inside = lambda scores, context: returned  # noqa: E731
     for select in (MultipleOf(inside), partial(Local().select, inside), partial(Global().select, inside)):
