@@ -17,7 +17,7 @@ from rowprop.scoring import score_without_graph
 from rowprop.selection import AboveMean, Context, LossMass, RandomRows, RankSampling, TopK
 from rowprop.step.selective import SelectiveBackprop
 from sentences import refused
-from step_cases import assert_gradients_equal
+from step_cases import assert_gradients_equal, backpropagated
 
 N = 12
 
@@ -97,8 +97,7 @@ def test_the_gradient_is_that_of_plain_indexing(make, engine, selector):
     model, batch = built(make), a_batch(1)
     reference = copy.deepcopy(model)
     step = SelectiveBackprop(model, losses_fn, selector, engine=engine, generator=torch.Generator().manual_seed(7))
-    loss, record = step(batch)
-    loss.backward()
+    loss, record = backpropagated(step(batch))
 
     losses = losses_fn(reference, batch)
     rows = selector(losses.detach(), Context(generator=torch.Generator().manual_seed(7))).rows
@@ -118,8 +117,7 @@ def test_a_full_batch_leaves_the_gradient_of_a_plain_step_bit_for_bit(engine):
     model, batch = built(mlp, torch.float32), a_batch(1, torch.float32)
     plain = copy.deepcopy(model)
     step = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine, schedule=Schedule(0.5, 0.9), total_steps=10)
-    loss, record = step(batch)
-    loss.backward()
+    _, record = backpropagated(step(batch))
     losses_fn(plain, batch).mean().backward()
     assert record.num_kept == N and "schedule" in record.reason
     assert_gradients_equal(model, plain, rtol=0, atol=0)
@@ -165,9 +163,6 @@ def test_how_often_and_on_how_many_rows_the_model_runs(engine, keep, options, si
 
     SelectiveBackprop(built(mlp), spying, TopK(keep), engine=engine, **options)(a_batch())
     assert seen == sizes
-
-
-# --- scoring ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -256,9 +251,6 @@ def test_autocast_and_gradscaler_gradients_reach_every_weight(engine):
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         atol = 0.02 * theirs.grad.abs().max().item()
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=atol)
-
-
-# --- names and settings ----------------------------------------------------------------------------------------------
 
 
 def test_names_and_objects_find_their_engines():

@@ -56,9 +56,6 @@ def same(first: Selection, second: Selection) -> bool:
     return torch.equal(first.rows, second.rows) and torch.equal(first.weights, second.weights)
 
 
-# --- the table is whole ----------------------------------------------------------------------------------------------
-
-
 def public(module: Any) -> set[str]:
     return set(getattr(module, "__all__", ()))
 
@@ -118,8 +115,6 @@ def test_an_entry_is_made_of_what_it_is_named_after(name):
     schedulable = {"keep", "mass", "top"} & {field.name for field in dataclasses.fields(SELECTORS[name][0].make())}
     assert not schedulable or any(case.of for case in SELECTORS[name])
 
-
-# --- selectors -------------------------------------------------------------------------------------------------------
 
 SCORES = {
     "random": scores_of,
@@ -352,9 +347,6 @@ def test_the_mean_weighted_gradient_is_the_full_one_exactly_where_it_is_promised
     assert close == case.unbiased
 
 
-# --- schedules and scorers -------------------------------------------------------------------------------------------
-
-
 @cases_of(SCHEDULES)
 def test_schedules_begin_and_end_where_they_say_stay_in_range_and_repeat(case):
     # Red when: Ramp is not held at its ends, a part of Joined begins a step late, or Progress goes beyond 1.
@@ -388,8 +380,6 @@ def test_scorers_give_a_finite_number_per_row_that_belongs_to_it_and_leave_no_tr
     assert torch.equal(torch.get_rng_state(), generator)
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
-
-# --- recipes ---------------------------------------------------------------------------------------------------------
 
 BATCH = 4
 KILLED = (1, 0)  # after the first batch of the second epoch

@@ -91,8 +91,6 @@ def test_progress_ends_at_one_and_goes_on_from_its_state():
     assert [other.count(Step(7)) for _ in range(3)] == [0.7, 1.0, 1.0]
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
-
 WINDOW = "but fractions of the training with 0 <= start < end <= 1 were needed;"
 STARTS = "but fractions of the training were needed, the first 0, each larger than the one before, all below 1."
 PROGRESS = "but a fraction of the training in [0, 1]"

@@ -19,7 +19,7 @@ from rowprop.scoring import Downscaled, entropy, gradient_norm, logits_of, margi
 from rowprop.selection import Context, PercentileSampling, PerClass, TopK
 from rowprop.step.selective import SelectiveBackprop
 from sentences import refused
-from step_cases import assert_gradients_equal
+from step_cases import assert_gradients_equal, backpropagated
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -44,9 +44,6 @@ def class_losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 BATCH = randn(16, 5), classes(4, 16)
-
-
-# --- one loss per row -------------------------------------------------------------------------------------------------
 
 
 PLACES = {  # values, and a mask of what counts in them
@@ -144,9 +141,6 @@ def test_logits_are_found(name):
     # Red when: the first tensor wins over "logits", a 0-d loss counts, or dataclasses are not looked into.
     logits = torch.ones(2, 3, requires_grad=True)
     assert logits_of(OUTPUTS[name](logits)) is logits
-
-
-# --- scores of logits -------------------------------------------------------------------------------------------------
 
 
 def one_by_one(loss, *leaves: Tensor) -> list[float]:
@@ -289,9 +283,6 @@ def test_what_does_not_fit_is_refused_in_a_sentence(call, words):
         call()
 
 
-# --- reducible losses -------------------------------------------------------------------------------------------------
-
-
 def test_holdout_losses_are_by_id_and_leave_the_model_as_found():
     # Red when: the model runs as it is, in train mode, or a shuffling loader's draws are kept.
     model, rows, targets = mlp(), randn(10, 5), classes(4, 10)
@@ -368,9 +359,6 @@ def test_reducible_losses_reach_a_selector_inside_with_its_context_and_its_memor
     assert other.state_dict()["recent"].tolist() == [0.0, 4.0, 3.0, 0.0]
 
 
-# --- cheap scores -----------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Images:
     x: Tensor
@@ -407,9 +395,6 @@ def test_scaled_batches_keep_their_kind():
     Downscaled(lambda model, batch: found.append(batch) or batch.x, scale=0.25)(None, batch)
     assert isinstance(found[0], Images) and found[0].x.shape == (3, 1, 2, 2) and found[0].y is batch.y
     assert batch.x.shape == (3, 1, 8, 8)
-
-
-# --- in a step --------------------------------------------------------------------------------------------------------
 
 
 class Both(nn.Module):
@@ -456,8 +441,7 @@ def test_a_step_that_scores_cheaply_is_a_plain_step_of_the_rows_it_chose(name, m
         wanted = scorer(judge, batch).topk(6).indices.sort().values
     torch.set_rng_state(rng)
     step = SelectiveBackprop(model, two_losses, TopK(0.5), engine=Recompute(scoring=mode), scorer=scorer)
-    loss, record = step(batch)
-    loss.backward()
+    _, record = backpropagated(step(batch))
     assert torch.equal(record.selection.rows, wanted)
     after = torch.get_rng_state()
     torch.set_rng_state(rng)

@@ -41,8 +41,6 @@ from rowprop.selection import (
 )
 from rowprop.step.selective import SelectiveBackprop
 
-# --- selectors -------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class SelectorCase:
@@ -168,9 +166,6 @@ def context_of(
     return Context(progress, places * 7 % 97, places.remainder(6).clamp(max=2), generator)
 
 
-# --- schedules -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ScheduleCase:
     """A schedule, as a function of progress: its first and its last value, and the bounds in between."""
@@ -225,8 +220,6 @@ SCHEDULES: dict[str, list[ScheduleCase]] = {
         ScheduleCase(lambda: _active(Schedule(0.0, 1.0, 0)), 1.0, 0.0, 0.0, 1.0),
     ],
 }
-
-# --- scorers ---------------------------------------------------------------------------------------------------------
 
 ROWS = 12
 
@@ -286,9 +279,6 @@ NO_SCORERS = {  # public names of rowprop.scoring that are none
     "per_row_mean": "makes losses",
     "score_without_graph": "runs a scorer",
 }
-
-# --- recipes ---------------------------------------------------------------------------------------------------------
-
 
 EPOCHS = 3
 

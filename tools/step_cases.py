@@ -33,6 +33,12 @@ def shift_step(selector: Any, **options: Any) -> SelectiveBackprop:
     return SelectiveBackprop(Shift(), given_losses, selector, **options)
 
 
+def backpropagated(taken: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """The loss and the record of a step, after the backward."""
+    taken[0].backward()
+    return taken
+
+
 def regression() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))

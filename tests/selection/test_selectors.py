@@ -67,9 +67,6 @@ def hardest(losses: list[int], count: int) -> list[int]:
     return sorted(hardest_order(losses)[:count])
 
 
-# --- TopK, AboveMean, LossMass ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("keep", [0.01, 0.07, 0.1, 0.25, 0.29, 0.5, 0.57, 0.7, 0.99, 1.0])
 @pytest.mark.parametrize("kind", [TopK, RankSampling, RandomRows])
 def test_fixed_count_is_the_ceiling_of_the_decimal_product(kind, keep):
@@ -140,8 +137,6 @@ def test_equal_rows_hold_their_share_whatever_their_float():
     assert LossMass(0.9)(torch.ones(1000, dtype=torch.bfloat16)).num_kept == 900
 
 
-# --- RankSampling -----------------------------------------------------------------------------------------------------
-
 DRAWS = 20_000
 
 
@@ -211,9 +206,6 @@ def test_rank_sampler_keeps_rows_as_often_as_composer_does(keep, published):
         assert np.mean(deviation(counts / 4000, exact, 4000)[often] ** 2) < 1.6
 
 
-# --- PercentileSampling ----------------------------------------------------------------------------------------------
-
-
 def test_percentile_sampling_is_the_rule_of_biggest_losers_call_by_call():
     # Red when: the batch is appended after its probabilities, `<` becomes `<=`, the exponent is another, the deque
     # grows beyond `recent` or drops its newest, rows share a lot, or the floor is added instead of taken.
@@ -255,9 +247,6 @@ def test_a_row_with_an_infinite_score_is_kept_and_its_score_is_not_remembered():
     assert selector.state_dict()["recent"].tolist() == [2.0, -math.inf, *[1.0, 2.0, -math.inf] * 2]
     only = PercentileSampling()(torch.tensor([math.inf, math.inf]))  # nothing is remembered, nothing to divide by
     assert rows_of(only) == [0, 1] and only.weights.tolist() == [0.5, 0.5]
-
-
-# --- ImportanceSampling -----------------------------------------------------------------------------------------------
 
 
 def test_importance_sampler_draws_in_proportion_and_with_replacement():
@@ -315,9 +304,6 @@ def test_a_reduction_that_only_equals_the_gate_does_not_open_it():
     evenly = sampler(one_row, drawing())
     assert evenly.weights.tolist() == [0.5, 0.5]  # M rows without replacement; by score it would be row 3 alone
     assert sampler.tau == 2.0 and rows_of(sampler(one_row, drawing())) == [3]
-
-
-# --- MaxVariance, TopBottom, Threshold, Nonzero ----------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=9), st.integers(1, 9))
@@ -390,9 +376,6 @@ def test_nonzero_gives_the_gradient_of_the_mean_of_all():
     torch.testing.assert_close(ours, plain)
 
 
-# --- wrappers --------------------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 10), st.integers(1, 9))
 def test_a_multiple_is_filled_with_the_hardest_others(losses, tenths, multiple):
     # Red when: the count is rounded down, not capped at N, or filled with the easiest.
@@ -441,9 +424,6 @@ def test_over_all_rows_the_step_is_the_plain_one_less_what_is_left_out():
     parts = (losses[selection.rows] * selection.weights).sum(), losses.mean(), losses[left_out].sum() / 10
     ours, plain, rest = (torch.autograd.grad(loss, model.weight, retain_graph=True)[0] for loss in parts)
     torch.testing.assert_close(ours, plain - rest)
-
-
-# --- the context -----------------------------------------------------------------------------------------------------
 
 
 def test_a_context_needs_nothing_and_gives_what_it_has():
@@ -505,9 +485,6 @@ def test_a_context_is_checked_where_it_is_made_and_asked(make, sentence):
     # indexes as it comes: a mask of fewer rows, or an IndexError.
     with refused(sentence):
         make()
-
-
-# --- selections of one's own -----------------------------------------------------------------------------------------
 
 
 def chosen(*rows: int, weights: Tensor | None = None, num_rows: int = 8) -> Selection:
@@ -590,9 +567,6 @@ def test_a_selection_is_printed_in_one_line_without_reading_it():
     assert repr(Selection.mean(torch.tensor([1, 5]), 1000)) == "Selection(2 of 1000 rows, on cpu)"
 
 
-# --- selectors of one's own ------------------------------------------------------------------------------------------
-
-
 def scores_alone(scores):
     return TopK(0.5)(scores)
 
@@ -670,9 +644,6 @@ def test_what_a_selector_returns_is_a_selection_of_its_scores(described, returne
             select(torch.rand(4))
     with refused("The selector returned a Selection on meta for scores on cpu"):
         OverAll(lambda scores, context: Selection.everything(4, "meta"))(torch.rand(4))
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 FRACTION = "a fraction in [0, 1] was needed; write a quarter as"

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import rowprop
 from accelerator import Waits
-from rowprop import recipes
+from rowprop import ImportanceSampling, RandomRows, Selection, SelectiveBackprop, TopK, recipes
 from rowprop.cost.count import count_step
 from rowprop.cost.profile import profile
 from rowprop.distributed import Global, Local
@@ -22,21 +22,7 @@ from rowprop.engines import Masked, Recompute, Sliced
 from rowprop.history import LossHistory, PruningSampler, StaleScorer, holdout_losses
 from rowprop.schedule import Ramp, Schedule
 from rowprop.scoring import Scored
-from rowprop.selection import (
-    AboveMean,
-    Everything,
-    ImportanceSampling,
-    LossMass,
-    MultipleOf,
-    Nonzero,
-    PerClass,
-    RandomRows,
-    RankSampling,
-    Selection,
-    Threshold,
-    TopK,
-)
-from rowprop.step.selective import SelectiveBackprop
+from rowprop.selection import AboveMean, Everything, LossMass, MultipleOf, Nonzero, PerClass, RankSampling, Threshold
 from sentences import refused
 from step_cases import (
     ENGINES,
@@ -44,6 +30,7 @@ from step_cases import (
     a_batch,
     assert_gradients_equal,
     assert_resumes,
+    backpropagated,
     given_losses,
     normed,
     regression,
@@ -65,9 +52,6 @@ class Counted:
         return model(batch)
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_column_of_losses_is_one_loss_per_row(engine):
     # Red when: (N, 1) is refused, in the losses or in the scores beside them.
@@ -79,8 +63,7 @@ def test_a_column_of_losses_is_one_loss_per_row(engine):
             return Scored(losses, scores) if scored else losses
 
         model = regression()
-        loss, record = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine)(a_batch(0))
-        loss.backward()
+        _, record = backpropagated(SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine)(a_batch(0)))
         return model, record.selection.rows.tolist()
 
     for scored in (True, False):
@@ -90,16 +73,10 @@ def test_a_column_of_losses_is_one_loss_per_row(engine):
 
 
 RETURNED = {  # instead of losses (6,), from them and logits (6, 3): what the refusal says of it
-    "logits": (
-        lambda logits, losses: logits,
-        "shape (6, 3) and ... shape (6,) or (6, 1); ... `.mean(1)` or `.sum(1)`.",
-    ),
+    "logits": (lambda logits, losses: logits, "(6, 3) and ... shape (6,) or (6, 1); ... `.mean(1)` or `.sum(1)`."),
     "(N, 1, 1)": (lambda logits, losses: logits[:, :1, None], "`.flatten(1).mean(1)` or `.flatten(1).sum(1)`."),
     "(N, 1, 3)": (lambda logits, losses: logits[:, None], "`.flatten(1).mean(1)` or `.flatten(1).sum(1)`."),
-    "a pair": (
-        lambda logits, losses: (losses, logits),
-        "a tuple ... needed, shape (6,) or (6, 1); return the losses alone, or rowprop.Scored(losses, scores).",
-    ),
+    "a pair": (lambda logits, losses: (losses, logits), "a tuple ... the losses alone, or rowprop.Scored(losses, s"),
     "logits beside": (lambda logits, losses: Scored(losses, logits), "scores of shape (6, 3)"),
     "other scores": (lambda logits, losses: Scored(losses, losses[:5]), "scores of shape (5,)"),
     "a mean": (lambda logits, losses: losses.mean(), "a tensor of shape () ... pass reduction='none' to the loss."),
@@ -208,9 +185,6 @@ def test_a_batch_of_unknown_make_is_fine_for_one_forward_and_refused_by_recomput
         SelectiveBackprop(regression(), losses_fn, TopK(0.5), engine="recompute")(Graph())
 
 
-# --- selection -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_scorer_ranks_and_the_losses_are_trained(engine):
     # Red when: the losses are ranked although there is a scorer, the scorer's graph is kept, or a third argument with
@@ -220,8 +194,7 @@ def test_a_scorer_ranks_and_the_losses_are_trained(engine):
 
     model, reference = regression(), regression()
     batch = a_batch(0) | {"wanted": torch.tensor([0.0, 9, 1, 8, 2, 7, 3, 6, 4, 5], requires_grad=True)}
-    loss, record = SelectiveBackprop(model, squared, TopK(0.3), engine=engine, scorer=scorer)(batch)
-    loss.backward()
+    _, record = backpropagated(SelectiveBackprop(model, squared, TopK(0.3), engine=engine, scorer=scorer)(batch))
     losses = squared(reference, batch)
     losses[[1, 3, 5]].mean().backward()
     assert record.selection.rows.tolist() == [1, 3, 5] and batch["wanted"].grad is None
@@ -242,8 +215,7 @@ def test_scores_beside_the_losses_rank_and_the_losses_are_trained(engine):
         return Scored(both[:, 0], both[:, 1])
 
     step = SelectiveBackprop(Shift(), losses_fn, TopK(0.5), engine=engine)
-    loss, record = step(torch.tensor([[1.0, 40.0], [2.0, 30.0], [3.0, 20.0], [4.0, 10.0]]))
-    loss.backward()
+    loss, record = backpropagated(step(torch.tensor([[1.0, 40.0], [2.0, 30.0], [3.0, 20.0], [4.0, 10.0]])))
     assert record.selection.rows.tolist() == [0, 1] and record.loss_all.item() == 2.5
     assert (loss.item(), step.model.weight.grad.item()) == (1.5, 1.5)
     assert counted.rows == ([4, 2] if engine == "recompute" else [4])
@@ -256,8 +228,7 @@ def test_weights_of_a_selector_reach_the_loss_also_of_all_rows(engine):
     for rows in (torch.tensor([0, 2, 5]), torch.arange(8)):
         weights = rows / 4 + 0.25
         step = shift_step(lambda scores, context: Selection(rows, weights, 8), engine=engine)
-        loss, record = step(values)
-        loss.backward()
+        loss, record = backpropagated(step(values))
         assert loss.item() == step.model.weight.grad.item() == (values[rows] * weights).sum().item()
         assert record.loss_kept == values[rows].mean()
 
@@ -325,29 +296,17 @@ def test_progress_is_that_of_the_steps_or_of_the_samplers_epochs():
 )
 def test_a_batch_that_the_selector_keeps_whole_is_not_scored(engine, selector):
     # Red when: recompute runs a scoring forward whose scores nobody reads, or a scorer is called for them.
+    # (Which batches a selector keeps whole is a law of test_laws.py.)
     def scorer(model, batch):
         raise AssertionError("nobody reads these scores")
 
     step = SelectiveBackprop(Shift(), counted := Counted(), selector, scorer=scorer, engine=engine)
     for _ in range(6):
-        loss, record = step(torch.tensor([4.0, 2.0, 3.0, 5.0]), progress=0.0)
-        loss.backward()
+        loss, record = backpropagated(step(torch.tensor([4.0, 2.0, 3.0, 5.0]), progress=0.0))
         assert (loss.item(), record.loss_all.item(), record.num_kept) == (3.5, 3.5, 4)
     assert counted.rows == [4] * 6 and record.reason == "the whole batch: the selector keeps every row"
     loss, record = shift_step(selector, engine=engine, nonfinite="drop")(BAD, progress=0.0)
     assert record.selection.rows.tolist() == [0, 2, 3, 5, 7] and loss.item() == 3
-
-
-def test_a_batch_of_which_the_scores_decide_is_scored_although_every_row_is_kept():
-    # Red when: LossMass(1.0) or a schedule that has left 1 counts as known to keep every row.
-    for selector in (LossMass(1.0), MultipleOf(LossMass(1.0), 2)):
-        step = SelectiveBackprop(Shift(), counted := Counted(), selector, engine="recompute")
-        loss, record = step(torch.tensor([4.0, 2.0, 3.0, 5.0]))
-        assert record.reason == "recompute was asked for" and (loss.item(), record.num_kept) == (3.5, 4)
-        assert counted.rows == [4, 4]
-    selector = TopK(Ramp(1.0, 0.5))
-    step = SelectiveBackprop(Shift(), counted := Counted(), selector, engine="recompute", total_steps=2)
-    assert [step(torch.rand(4))[1].num_kept for _ in range(3)] == [4, 3, 2] and counted.rows == [4, 4, 3, 4, 2]
 
 
 def test_scores_on_another_device_come_to_the_losses():
@@ -443,14 +402,10 @@ def test_a_selection_of_nothing_has_a_loss_of_zero_and_a_gradient_of_zero(engine
     # Red when: a row that goes along counts, or the loss loses its graph.
     model = normed()
     step = SelectiveBackprop(model, squared, Threshold(1e9), engine=engine, accumulate_to=4)
-    loss, record = step(a_batch(0))
-    loss.backward()
+    loss, record = backpropagated(step(a_batch(0)))
     assert loss.item() == 0 and record.num_kept == 0 and math.isnan(record.loss_kept) and record.imbalance == 0
     assert (record.ready, record.contributed) == (False, 0)
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in model.parameters())
-
-
-# --- non-finite losses -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("as_host")
@@ -465,48 +420,47 @@ def test_error_names_how_many_and_which_and_the_call_does_not_count(engine):
     assert step(torch.rand(8))[1].step == 0
 
 
-@pytest.mark.usefixtures("as_accelerator")
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("selector", [TopK(0.5), RandomRows(0.5), LossMass(0.5)], ids=repr)
-def test_on_a_device_the_backward_refuses_and_the_call_waits_for_nothing(engine, selector):
-    # Red when: the call looks, the backward does not, or a selector's own refusal of a NaN comes through.
-    step = shift_step(selector, engine=engine)
-    if isinstance(selector, LossMass):  # it looks at the losses itself
-        with refused("3 of 8 rows have ... (rows 1, 4, 6)"):
-            step(BAD)
-        return
-    with Waits() as waits:
-        loss = step(BAD)[0]
-    assert waits.count == 0
-    with refused("3 of 8 rows have ... (rows 1, 4, 6)"):
-        loss.backward()
-
-
 UNSEEN = {"engine": "recompute", "scorer": lambda model, batch: torch.arange(8.0)}  # takes rows 4 to 7 of BAD
 
 
+ON_A_DEVICE = {
+    **{
+        f"{engine}, {kind.__name__}": (kind(0.5), {"engine": engine})
+        for engine in ENGINES
+        for kind in (TopK, RandomRows)
+    },
+    "unseen by scoring": (TopK(0.5), UNSEEN),
+}
+
+
 @pytest.mark.usefixtures("as_accelerator")
-def test_on_a_device_the_backward_refuses_losses_that_scoring_did_not_see():
-    # Red when: recompute looks at the scores alone, or names places among the kept rows.
+@pytest.mark.parametrize("name", ON_A_DEVICE)
+def test_on_a_device_the_backward_refuses_and_the_call_waits_for_nothing(name):
+    # Red when: the call looks, the backward does not, recompute looks at the scores alone, or it names places among the
+    # kept rows.
+    selector, options = ON_A_DEVICE[name]
     with Waits() as waits:
-        loss = shift_step(TopK(0.5), **UNSEEN)(BAD)[0]
+        loss = shift_step(selector, **options)(BAD)[0]
     assert waits.count == 0
-    with refused("2 of 8 rows have ... (rows 4, 6)"):
+    with refused("2 of 8 rows have ... (rows 4, 6)" if options == UNSEEN else "3 of 8 rows have ... (rows 1, 4, 6)"):
         loss.backward()
 
 
+@pytest.mark.usefixtures("as_accelerator")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_selector_that_looks_at_the_losses_itself_refuses_in_the_words_of_the_step(engine):
+    # Red when: a selector's own refusal of a NaN comes through.
+    with refused("3 of 8 rows have ... (rows 1, 4, 6)"):
+        shift_step(LossMass(0.5), engine=engine)(BAD)
+
+
 @pytest.mark.usefixtures("as_host")
-@pytest.mark.parametrize(
-    ("kind", "remedy"),
-    [
-        ("error", "look at the data ... or choose nonfinite='drop' or 'keep'."),
-        ("drop", "scoring did not see it; score by the losses"),
-    ],
-)
-def test_nonfinite_losses_that_scoring_did_not_see_are_refused(kind, remedy):
+def test_nonfinite_losses_that_scoring_did_not_see_are_refused():
     # Red when: recompute checks the scores and not the losses of the second forward, or "keep" refuses them, too.
-    with refused(f"2 of 8 rows ... (rows 4, 6); {remedy}"):
-        shift_step(TopK(0.5), nonfinite=kind, **UNSEEN)(BAD)
+    with refused("2 of 8 rows ... (rows 4, 6); look at the data ... or choose nonfinite='drop' or 'keep'."):
+        shift_step(TopK(0.5), **UNSEEN)(BAD)
+    with refused("2 of 8 rows ... (rows 4, 6); scoring did not see it; score by the losses"):
+        shift_step(TopK(0.5), nonfinite="drop", **UNSEEN)(BAD)
     assert not shift_step(TopK(0.5), nonfinite="keep", **UNSEEN)(BAD)[0].isfinite()
 
 
@@ -555,8 +509,7 @@ def test_a_dropped_row_does_not_reach_the_gradient(engine):
     weight = nn.Parameter(torch.tensor(2.0))
     losses_fn = lambda model, batch: model(batch).exp()  # noqa: E731
     step = SelectiveBackprop(weight.mul, losses_fn, TopK(0.5), engine=engine, nonfinite="drop")
-    loss, record = step(torch.tensor([1.0, 500.0, 2.0, 3.0]))
-    loss.backward()
+    _, record = backpropagated(step(torch.tensor([1.0, 500.0, 2.0, 3.0])))
     assert record.selection.rows.tolist() == [2, 3]
     assert weight.grad.item() == pytest.approx((2 * math.exp(4) + 3 * math.exp(6)) / 2)
 
@@ -567,8 +520,7 @@ def test_dropped_rows_do_not_go_along_either(engine):
     model, batch = regression(), a_batch(0, 6)
     batch["x"][2] = math.nan
     step = SelectiveBackprop(model, squared, Threshold(1e9), engine=engine, min_rows=6, nonfinite="drop")
-    loss, record = step(batch)
-    loss.backward()
+    loss, record = backpropagated(step(batch))
     assert record.num_kept == 0 and loss.item() == 0
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
 
@@ -594,8 +546,7 @@ def test_keep_with_a_fixed_count_never_waits_for_the_device(engine):
             losses_fn = lambda model, batch: model(batch).squeeze(1)  # noqa: E731
             return SelectiveBackprop(weight.__rmatmul__, losses_fn, selector, engine=engine, nonfinite=nonfinite)
 
-        loss, record = step("keep", TopK(0.3))(batch)
-        loss.backward()
+        _, record = backpropagated(step("keep", TopK(0.3))(batch))
         assert record.num_kept == 3
         for nonfinite, selector in (("error", TopK(0.3)), ("drop", TopK(0.3)), ("keep", LossMass(0.3))):
             with pytest.raises(DataDependentOutputException):
@@ -611,9 +562,6 @@ def test_a_sound_batch_is_waited_for_once_with_a_fixed_count(engine, waits, nonf
     with Waits() as counted:
         loss, record = step(torch.arange(8.0))
     assert counted.count == waits and (record.loss_all.item(), loss.item()) == (3.5, 5.5)
-
-
-# --- the floor, and accumulate_to ------------------------------------------------------------------------------------
 
 
 class Spied:
@@ -634,8 +582,7 @@ def test_a_batchnorm_in_training_asks_for_two_rows(engine):
     # takes half of the weight.
     model, spied = normed(), Spied(engine)
     step = SelectiveBackprop(model, squared, TopK(0.01), engine=spied)
-    loss, record = step(a_batch(0))
-    loss.backward()
+    _, record = backpropagated(step(a_batch(0)))
     ranked = squared(normed(), a_batch(0)).argsort(descending=True).tolist()
     assert spied.ran == [sorted(ranked[:2])]
     assert record.selection.rows.tolist() == ranked[:1] and record.selection.weights.tolist() == [1]
@@ -655,8 +602,7 @@ def test_the_accumulated_gradient_is_the_mean_over_exactly_b_rows(engine, target
     step = SelectiveBackprop(model, squared, TopK(0.3), engine=engine, accumulate_to=target)
     used, steps = [], 0
     for seed in range(30):
-        loss, record = step(a_batch(seed))
-        loss.backward()
+        _, record = backpropagated(step(a_batch(seed)))
         used += [(seed, row) for row in record.selection.rows.tolist()]
         assert record.contributed == len(used) <= target and record.ready == (len(used) == target)
         hardest = squared(model, a_batch(seed)).argsort(descending=True)[:3].sort().values
@@ -714,15 +660,11 @@ def test_a_last_row_does_not_go_through_batchnorm_alone(engine):
     step = SelectiveBackprop(model, squared, TopK(0.3), engine=spied, accumulate_to=4)
     step(a_batch(0))[0].backward()
     model.zero_grad()
-    loss, record = step(a_batch(1))
-    loss.backward()
+    loss, record = backpropagated(step(a_batch(1)))
     assert record.ready and record.num_kept == 1 and record.selection.weights.tolist() == [0.25]
     assert [len(rows) for rows in spied.ran] == [3, 2]
     assert loss.item() == pytest.approx(record.loss_kept.item() / 4)
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-# --- mixed precision -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -745,9 +687,6 @@ def test_half_precision_losses_are_averaged_in_float32():
     losses = torch.tensor([2.0] + [1.0] * 999, dtype=torch.bfloat16)
     record = shift_step(TopK(1.0))(losses)[1]
     assert record.loss_all.item() == record.loss_kept.item() == pytest.approx(1.001, abs=1e-6)
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -806,10 +745,7 @@ def test_selectors_and_scorers_with_a_memory_are_saved_too():
         ({"sampler": {}}, "PruningSampler.load_state_dict got a state without num_rows"),
         # With 6 of 6 rows there, the next batch would have none to contribute. Red when `>=` becomes `>`.
         ({"contributed": 6}, "load_state_dict got 6 rows that have contributed but accumulate_to is 6"),
-        (
-            {"more": 1},
-            "load_state_dict got the entries ... 'more' ... were needed; build SelectiveBackprop with the parts",
-        ),
+        ({"more": 1}, "load_state_dict got the entries ... 'more' ... were needed; build SelectiveBackprop with"),
     ],
     ids=str,
 )
@@ -836,9 +772,6 @@ def test_a_state_without_a_part_of_the_step_is_refused():
     # Red when: only the entries that are there are looked at.
     with refused("entries ['contributed', 'step'] but ['contributed', 'generator', 'step'] were needed"):
         shift_step(TopK(0.5), generator=torch.Generator()).load_state_dict(shift_step(TopK(0.5)).state_dict())
-
-
-# --- the record ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -899,8 +832,6 @@ def test_the_repr_of_a_record_leaves_out_losses_that_cannot_be_read():
         record = shift_step(TopK(0.3), engine="sliced", nonfinite="keep")(torch.empty(10))[1]
         assert repr(record) == str(record) == "Record(step 0: kept 3 of 10 rows, sliced)"
 
-
-# --- construction ----------------------------------------------------------------------------------------------------
 
 WRONG = [  # arguments, and what is said of them
     ({"engine": "fast"}, "engine='fast' but one of sliced, recompute, masked ... Sliced('exact')."),

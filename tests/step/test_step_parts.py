@@ -19,7 +19,7 @@ from rowprop.selection import Context, LossMass, OverAll, Selection, Threshold, 
 from rowprop.step import SelectiveBackprop
 from rowprop.step.selective import Scores, mean_loss, mean_over_ranks, select_finite, widened, within_quota
 from sentences import refused
-from step_cases import ENGINES, a_batch, assert_gradients_equal, regression, shift_step, squared
+from step_cases import ENGINES, a_batch, assert_gradients_equal, backpropagated, regression, shift_step, squared
 
 VALUES = (1.0, 2.0, math.nan, math.inf, -math.inf)
 PATTERNS = [torch.tensor(values) for values in itertools.product(VALUES, repeat=4)]
@@ -55,9 +55,6 @@ def fewest(scores: list[float], share: float) -> list[int]:
     """Brute force for ``LossMass``: the fewest rows, hardest first, that hold a share of the sum."""
     count = next(count for count in range(1, len(scores) + 1) if sum(sorted(scores)[-count:]) >= share * sum(scores))
     return hardest(scores, count)
-
-
-# --- rows that are not finite -----------------------------------------------------------------------------------------
 
 
 def test_error_refuses_each_pattern_with_a_nonfinite_row_and_passes_on_the_others():
@@ -149,9 +146,6 @@ def test_a_rank_without_a_row_to_choose_among_is_named_where_rows_are_dropped():
     assert mean_over_ranks(a_step(nonfinite="error"), facts).item() == 3
 
 
-# --- the least number of rows -----------------------------------------------------------------------------------------
-
-
 def test_the_rows_that_go_along_are_the_hardest_finite_others():
     # Red when: a tie goes to the higher row, a non-finite row goes along beside others, or the floor is above N.
     steps = {least: a_step(min_rows=least) for least in range(1, 6)}
@@ -197,8 +191,7 @@ def test_rows_that_go_along_leave_the_gradient_of_the_selection(engine, selector
     # Red when: the losses of the rows that go along are not left out of the returned loss, or scale its weights.
     model, batch = regression(), a_batch(0)
     plain = copy.deepcopy(model)
-    loss, record = SelectiveBackprop(model, squared, selector, engine=engine, min_rows=least)(batch)
-    loss.backward()
+    loss, record = backpropagated(SelectiveBackprop(model, squared, selector, engine=engine, min_rows=least)(batch))
     losses = squared(plain, batch)
     chosen = selector(losses)
     expected = (losses[chosen.rows] * chosen.weights).sum()
@@ -207,9 +200,6 @@ def test_rows_that_go_along_leave_the_gradient_of_the_selection(engine, selector
     assert torch.equal(record.selection.weights, chosen.weights)
     torch.testing.assert_close(loss, expected)
     assert_gradients_equal(model, plain)
-
-
-# --- rows gathered over several batches -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -237,9 +227,6 @@ def test_ranks_contribute_exactly_b_rows_in_their_order(world, target):
         if pending == target:
             pending, given_rows, steps = 0, [], steps + 1
     assert steps > 5
-
-
-# --- what the step remembers, and what adapters give it ---------------------------------------------------------------
 
 
 def test_rows_are_counted_as_trained_in_the_epoch_of_the_sampler_they_belong_to():

@@ -273,9 +273,6 @@ def test_losses_of_any_shape_are_of_tokens(shape: tuple[int, ...]):
     assert record.selection.rows.tolist() == hardest.sort().values.tolist()
 
 
-# --- recipes ----------------------------------------------------------------------------------------------------------
-
-
 def losses_and_entropies(model: nn.Module, batch: dict[str, Tensor]) -> Scored:
     logits = model(batch["ids"])
     losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
@@ -370,9 +367,6 @@ def test_kept_tokens_have_the_chances_of_the_published_draws_and_their_mean_is_u
     draws = torch.stack([step(scores, counted=counted)[0].detach() for _ in range(2000)])
     error = draws.std() / math.sqrt(len(draws))
     assert abs(draws.mean() - scores[counted].mean()) < 4 * error < 0.05
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["random", "rho1", "high_entropy_tokens"])
