@@ -22,6 +22,11 @@ from step_cases import assert_gradients_equal, backpropagated
 N = 12
 
 
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
 
@@ -111,7 +116,6 @@ def test_the_gradient_is_that_of_plain_indexing(make, engine, selector):
     assert_gradients_equal(model, reference, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_full_batch_leaves_the_gradient_of_a_plain_step_bit_for_bit(engine):
     # Red when: an engine picks although everything is kept, or weights are 1/N in another precision than mean's.
     model, batch = built(mlp, torch.float32), a_batch(1, torch.float32)
@@ -205,17 +209,20 @@ def test_scoring_does_not_disturb_an_earlier_graph():
     loss.backward()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_after_a_step_buffers_and_rng_are_those_of_one_plain_step(engine):
+def test_after_a_step_buffers_rng_and_gradients_are_those_of_one_plain_step(engine):
     # On the batch, or on the rows that go forward again. Red when: scoring, or a scorer that runs beside the forward,
     # moves the running statistics or consumes random numbers.
     model, batch = built(noisy), a_batch(3)
     plain = copy.deepcopy(model)
     torch.manual_seed(5)
-    _, record = SelectiveBackprop(model, losses_fn, TopK(0.5), engine=engine, scorer=losses_fn)(batch)
+    step = SelectiveBackprop(model, losses_fn, TopK(0.5), engine=engine, scorer=losses_fn)
+    rows = backpropagated(step(batch))[1].selection.rows
     state = torch.get_rng_state()
     torch.manual_seed(5)
-    losses_fn(plain, [part[record.selection.rows] for part in batch] if engine == "recompute" else batch)
+    recomputed = engine == "recompute"
+    losses = losses_fn(plain, [part[rows] for part in batch]) if recomputed else losses_fn(plain, batch)[rows]
+    losses.mean().backward()
+    assert_gradients_equal(model, plain, rtol=1e-10, atol=1e-13)
     assert torch.equal(torch.get_rng_state(), state)
     for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(buffer, expected), name
@@ -235,7 +242,6 @@ def test_recompute_selects_what_sliced_selects_in_train_mode_and_not_in_eval_mod
     assert selected(Recompute(scoring="eval")) == expected != selected("sliced")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_autocast_and_gradscaler_gradients_reach_every_weight(engine):
     # Red when: Sliced picks from detached losses, or the loss stays in bfloat16; and, on a torch whose autocast
     # remembers weights cast without a graph (pytorch#112583, mended in 2025), when scoring does not clear that cache:

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from rowprop.engines import Recompute
 from rowprop.history import ReducibleLoss, holdout_losses
 from rowprop.scoring import Downscaled, entropy, gradient_norm, logits_of, margin, per_row_mean, score_without_graph
 from rowprop.selection import Context, PercentileSampling, PerClass, TopK
-from rowprop.step.selective import SelectiveBackprop
 from sentences import refused
-from step_cases import assert_gradients_equal, backpropagated
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -395,57 +392,3 @@ def test_scaled_batches_keep_their_kind():
     Downscaled(lambda model, batch: found.append(batch) or batch.x, scale=0.25)(None, batch)
     assert isinstance(found[0], Images) and found[0].x.shape == (3, 1, 2, 2) and found[0].y is batch.y
     assert batch.x.shape == (3, 1, 8, 8)
-
-
-class Both(nn.Module):
-    """Takes images of any size and tokens, with all that a step must leave alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.drop = nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.Dropout(0.4)
-        self.words, self.last = nn.Embedding(20, 6), nn.Linear(6, 4)
-
-    def forward(self, batch):
-        seen = self.drop(self.norm(self.conv(batch["x"])).tanh()).mean((2, 3))
-        return self.last(seen + self.words(batch["tokens"]).mean(1))
-
-
-def two_losses(model, batch):
-    return F.cross_entropy(model(batch), batch["y"], reduction="none")
-
-
-def in_pieces(function):
-    """On five rows at a time, in low precision."""
-
-    def scorer(model, batch):
-        pieces = torch.arange(len(batch["y"])).split(5)
-        with torch.autocast("cpu", torch.bfloat16):
-            return torch.cat([function(model, rowprop.batch.take(batch, piece)) for piece in pieces])
-
-    return scorer
-
-
-CHEAP = {"scaled": Downscaled, "pieces": in_pieces, "both": lambda function: in_pieces(Downscaled(function))}
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("name", CHEAP)
-def test_a_step_that_scores_cheaply_is_a_plain_step_of_the_rows_it_chose(name, mode):
-    # Red when: scoring moves running statistics, consumes random numbers or leaves a mode behind.
-    torch.manual_seed(0)
-    model, scorer = Both(), CHEAP[name](two_losses)
-    batch = {"x": randn(12, 2, 8, 8).float(), "tokens": classes(20, 12, 6), "y": classes(4, 12)}
-    twin, rng = copy.deepcopy(model), torch.get_rng_state()
-    judge = copy.deepcopy(model).train(mode == "train")
-    with torch.no_grad():
-        wanted = scorer(judge, batch).topk(6).indices.sort().values
-    torch.set_rng_state(rng)
-    step = SelectiveBackprop(model, two_losses, TopK(0.5), engine=Recompute(scoring=mode), scorer=scorer)
-    _, record = backpropagated(step(batch))
-    assert torch.equal(record.selection.rows, wanted)
-    after = torch.get_rng_state()
-    torch.set_rng_state(rng)
-    two_losses(twin, rowprop.batch.take(batch, wanted)).mean().backward()
-    assert torch.equal(torch.get_rng_state(), after)
-    assert all(map(torch.equal, model.buffers(), twin.buffers()))
-    assert_gradients_equal(model, twin)

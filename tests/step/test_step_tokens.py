@@ -35,10 +35,14 @@ from rowprop.selection import (
 from sentences import refused
 from step_cases import Shift, assert_resumes, given_losses
 
-ENGINES = ["sliced", "masked"]
 BATCH = {"ids": IDS, "labels": LABELS}
 ANSWERS = torch.rand(N, T, generator=torch.Generator().manual_seed(5)) < 0.6  # the tokens that count
 NONE = torch.zeros(N, T, dtype=torch.bool)
+
+
+@pytest.fixture(params=["sliced", "masked"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -75,7 +79,6 @@ ONE = NONE.index_put((torch.tensor(2), torch.tensor(7)), torch.tensor(True))
 COUNTED = {"answers": ANSWERS, "uneven": MASKS["uneven"], "all": ~NONE, "one": ONE}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("mask", COUNTED)
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda s: type(s).__name__)
 def test_selection_and_gradient_are_those_of_a_plain_loop(engine: str, mask: str, selector: Any):
@@ -123,7 +126,6 @@ def test_the_backward_of_a_step_costs_what_a_pick_of_its_tokens_costs():
     assert flops(prompt_free) == flops(answers.mean()) < 0.65 * full  # all tokens that count, and no other
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rubbish", [1e4, -1e4, math.nan, math.inf])
 def test_tokens_that_do_not_count_have_no_influence(engine: str, rubbish: float):
     # Red when: K, loss_all, the selector or the check for finite losses sees them.
@@ -152,7 +154,6 @@ def test_labels_of_minus_100_are_left_out_of_a_packed_loss():
 EMPTY = [{}, {"nonfinite": "drop"}, {"nonfinite": "keep"}, {"min_rows": 4}, {"ranks": Local()}, {"ranks": Global()}]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("options", EMPTY, ids=str)
 def test_a_batch_of_which_no_token_counts_has_a_loss_and_a_gradient_of_zero(engine: str, options: dict[str, Any]):
     # Red when: the selector is asked about no scores, or the loss is the NaN of a mean of nothing.
@@ -164,7 +165,6 @@ def test_a_batch_of_which_no_token_counts_has_a_loss_and_a_gradient_of_zero(engi
     assert step(BATCH)[1].num_kept == 48
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_the_accumulated_gradient_is_the_mean_over_exactly_b_tokens(engine: str):
     # Red when: tokens that do not count fill the step, or a batch without tokens ends it.
     step = token_step(TopK(0.25), engine=engine, accumulate_to=40)
@@ -295,7 +295,6 @@ def highest(scores: Tensor, keep: float) -> Tensor:
 
 
 @pytest.mark.parametrize("remembered", [False, True])
-@pytest.mark.parametrize("engine", ENGINES)
 def test_rho1_keeps_the_tokens_that_exceed_the_reference_most(engine: str, remembered: bool):
     # Red when: the sign is turned around, the reference is in training mode, leaves a gradient or draws, remembered
     # losses are read by place in the batch, or the weights are not 1/K.
@@ -317,7 +316,6 @@ def test_rho1_keeps_the_tokens_that_exceed_the_reference_most(engine: str, remem
     assert largest_difference(ours, gradients(model, losses.flatten()[expected].mean())) < 1e-8
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_high_entropy_tokens_count_as_in_the_mean_over_all(engine: str):
     # Red when: losses are the scores, entropies are averaged per row, or the weights are 1/K.
     model = Decoder(False)
@@ -370,7 +368,6 @@ def test_kept_tokens_have_the_chances_of_the_published_draws_and_their_mean_is_u
 
 
 @pytest.mark.parametrize("recipe", ["random", "rho1", "high_entropy_tokens"])
-@pytest.mark.parametrize("engine", ENGINES)
 def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine: str, recipe: str):
     # Red when: step, contributed or the generator is left out of state_dict.
     def made() -> SelectiveBackprop:
