@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from laws import reducible
 from rowprop.backprop.pick import pick
 from rowprop.backprop.watch import watch
 from rowprop.engines import ENGINES, Masked, Recompute, Sliced, engine_of
@@ -90,7 +91,15 @@ class Mine:
         return losses.index_select(0, selection.rows)
 
 
-SELECTORS = [TopK(0.3), RankSampling(0.5), LossMass(0.6), AboveMean(), RandomRows(0.25), TopK(1.0)]
+SELECTORS = [
+    TopK(0.3),
+    RankSampling(0.5),
+    LossMass(0.6),
+    AboveMean(),
+    RandomRows(0.25),
+    TopK(1.0),
+    reducible(TopK(0.3)),
+]
 MODELS = [(make, engine) for make in (mlp, convnet, frozen_batchnorm, Unused) for engine in ENGINES]
 
 
@@ -102,10 +111,11 @@ def test_the_gradient_is_that_of_plain_indexing(make, engine, selector):
     model, batch = built(make), a_batch(1)
     reference = copy.deepcopy(model)
     step = SelectiveBackprop(model, losses_fn, selector, engine=engine, generator=torch.Generator().manual_seed(7))
-    loss, record = backpropagated(step(batch))
+    ids = torch.randperm(N, generator=torch.Generator().manual_seed(3))
+    loss, record = backpropagated(step(batch, ids=ids))
 
     losses = losses_fn(reference, batch)
-    rows = selector(losses.detach(), Context(generator=torch.Generator().manual_seed(7))).rows
+    rows = selector(losses.detach(), Context(ids=ids, generator=torch.Generator().manual_seed(7))).rows
     expected = losses[rows].mean()
     expected.backward()
 

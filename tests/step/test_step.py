@@ -393,6 +393,14 @@ def test_what_comes_beside_the_batch_is_checked_at_the_call(selector, options, b
     assert step.state_dict()["step"] == 0
 
 
+@pytest.mark.parametrize("ranks", [None, Local(), Global()], ids=["alone", "local", "global"])
+def test_dropped_rows_leave_the_context_too(ranks):
+    # Red when: a selector is given the classes of all rows, or none where ranks select.
+    values, classes = torch.tensor([1.0, math.nan, 3.0, 2.0, 4.0]), torch.tensor([0, 1, 1, 0, 1])
+    record = shift_step(by_class, nonfinite="drop", ranks=ranks)(values, classes=classes)[1]
+    assert record.selection.rows.tolist() == [2, 4]
+
+
 def test_a_selection_of_nothing_has_a_loss_of_zero_and_a_gradient_of_zero(engine):
     # Red when: a row that goes along counts, or the loss loses its graph.
     model = normed()
@@ -415,8 +423,6 @@ def test_error_names_how_many_and_which_and_the_call_does_not_count(engine):
 
 
 UNSEEN = {"engine": "recompute", "scorer": lambda model, batch: torch.arange(8.0)}  # takes rows 4 to 7 of BAD
-
-
 ON_A_DEVICE = {
     **{
         f"{engine}, {kind.__name__}": (kind(0.5), {"engine": engine})
