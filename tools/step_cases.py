@@ -93,7 +93,8 @@ def assert_resumes(made: Callable[[], SelectiveBackprop], call: Callable[[Select
     assert step.accumulate_to is None or step.state_dict()["contributed"] > 0
     grads = [parameter.grad for parameter in step.model.parameters()]
     parts = step.model.state_dict(), optimizer.state_dict(), step.state_dict(), torch.get_rng_state(), grads
-    torch.save(parts, file := io.BytesIO())
+    file = io.BytesIO()
+    torch.save(parts, file)
     file.seek(0)
 
     torch.rand(99)

@@ -339,16 +339,6 @@ def test_recipes_for_rows_choose_among_tokens_where_they_are_asked_to(name: str)
         recipes.infobatch(step.model, token_losses, num_rows=6, epochs=2, unit="token")
 
 
-def test_kept_tokens_have_the_chances_of_the_published_draws_and_their_mean_is_unbiased():
-    # Red when: chances or weights are those of rows. An unbiased draw of tokens has the mean over those that count.
-    scores = torch.linspace(0.1, 3, 24).view(2, 12)
-    counted = torch.arange(24).view(2, 12) % 3 != 1
-    step = given_step(RandomRows(0.4))
-    draws = torch.stack([step(scores, counted=counted)[0].detach() for _ in range(2000)])
-    error = draws.std() / math.sqrt(len(draws))
-    assert abs(draws.mean() - scores[counted].mean()) < 4 * error < 0.05
-
-
 @pytest.mark.parametrize("recipe", ["random", "rho1", "high_entropy_tokens"])
 def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine: str, recipe: str):
     # Red when: step, contributed or the generator is left out of state_dict.
