@@ -376,8 +376,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         partial(halved, scorer=lambda model, batch: batch.sum(1)),
         "losses_fn returned a tensor of shape (2, 3) ... one number per token was needed, shape (2,)",
     ),
-    (
-        lambda: token_step(TopK(0.5), Shift(), lambda m, b: m(b).flatten())(SIX, ids=torch.arange(2)),
+    (  # also where the selector does not look at the context
+        lambda: token_step(lambda s, c: TopK(0.5)(s), Shift(), lambda m, b: m(b).flatten())(SIX, ids=torch.arange(2)),
         "ids came as a tensor of shape (2,) ... int64 of shape (6,)",
     ),
 ]
