@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from rowprop.batch import map_tensors, num_rows, take, tensors
-from rowprop.errors import InvalidInput
+from sentences import refused
 
 X = torch.arange(12.0).view(4, 3)
 Y = torch.tensor([10, 11, 12, 13])
@@ -38,6 +39,7 @@ class Frozen:
 class Slotted:
     x: torch.Tensor
     y: torch.Tensor | None = None
+    cache: torch.Tensor = dataclasses.field(init=False)
 
 
 class Encoding(UserDict):
@@ -70,58 +72,102 @@ class Output(OrderedDict):
         return (function, tuple(getattr(self, field.name) for field in dataclasses.fields(self)), *rest)
 
 
+class Entries(tuple):
+    """A tuple whose constructor takes its entries one by one."""
+
+    def __new__(cls, x, y):
+        return super().__new__(cls, (x, y))
+
+    def __init__(self, x, y):
+        self.note = "kept"
+
+
+class Named(list):
+    def __init__(self, note, items):
+        super().__init__(items)
+        self.note = note
+
+
+class ReadOnly(Mapping):
+    def __init__(self, x, y):
+        self.held = {"x": x, "y": y}
+
+    def __getitem__(self, key):
+        return self.held[key]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+
 def assert_same(taken, expected):
     torch.testing.assert_close(taken, expected, rtol=0, atol=0)
 
 
-def test_a_tensor():
+def test_rows_of_a_tensor_may_repeat_and_come_in_any_order():
+    # Red when: take sorts or uses a mask.
     assert num_rows(X) == 4
     assert_same(take(X, ROWS), X[[1, 3]])
-
-
-def test_rows_may_repeat_and_come_in_any_order():
-    # Red when: take sorts or uses a mask.
     assert take(Y, torch.tensor([3, 0, 0])).tolist() == [13, 10, 10]
 
 
-@pytest.mark.parametrize("make", [tuple, list, lambda items: Pair(*items)], ids=["tuple", "list", "namedtuple"])
-def test_sequences_keep_their_type(make):
-    # Red when: _rebuilt returns a plain list, or calls a named tuple with one argument.
-    batch = make([X, Y])
+SEQUENCES = {  # from two entries
+    "tuple": lambda *entries: entries,
+    "list": lambda *entries: [*entries],
+    "namedtuple": Pair,
+    "a tuple with a constructor of its own": Entries,
+    "a list with a constructor of its own": lambda *entries: Named("kept", entries),
+    "of torch.return_types": lambda *entries: torch.return_types.max(entries),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences_keep_their_type_and_attributes(name):
+    # Red when: _rebuilt returns a plain list, calls a named tuple with one argument, or any type with its entries.
+    batch = SEQUENCES[name](X, Y)
     taken = take(batch, ROWS)
     assert type(taken) is type(batch) and num_rows(taken) == 2
+    assert getattr(taken, "note", None) == getattr(batch, "note", None)
     assert_same(taken[0], X[[1, 3]])
     assert taken[1].tolist() == [11, 13]
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, Encoding, MappingProxyType], ids=lambda kind: kind.__name__)
-def test_mappings_keep_their_type_and_the_original_is_left_alone(kind):
-    # Red when: _refilled writes into the original instead of a copy.
-    batch = kind({"x": X, "y": Y, "epoch": 3, "scale": torch.tensor(2.0), "none": None, "text": "four"})
+MAPPINGS = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "MappingProxyType": MappingProxyType,
+    "Encoding": partial(Encoding, encodings="kept"),
+    "defaultdict": partial(defaultdict, list),
+}
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_mappings_keep_their_type_and_the_original_is_left_alone(name):
+    # Red when: _refilled writes into the original instead of a copy, or calls the type with a dict (a defaultdict then
+    # has no factory, an encoding loses its baggage).
+    batch = MAPPINGS[name]({"x": X, "y": Y, "epoch": 3, "scale": torch.tensor(2.0), "none": None, "text": "four"})
     taken = take(batch, ROWS)
-    assert type(taken) is kind and list(taken) == list(batch) and num_rows(batch) == 4
+    assert type(taken) is type(batch) and list(taken) == list(batch) and num_rows(batch) == 4
+    for beside in ("default_factory", "encodings"):
+        assert getattr(taken, beside, None) == getattr(batch, beside, None)
     assert_same(taken["x"], X[[1, 3]])
     assert taken["y"].tolist() == [11, 13]
     assert (taken["epoch"], taken["none"], taken["text"]) == (3, None, "four")
     assert taken["scale"] is batch["scale"] and batch["x"] is X
 
 
-def test_what_a_mapping_carries_beside_its_items_survives():
-    # Red when: _refilled calls the type with a dict (a defaultdict then has no factory, an encoding loses its baggage).
-    taken = take(defaultdict(list, x=X), ROWS)
-    assert taken.default_factory is list and taken["x"].shape == (2, 3)
-    assert take(Encoding({"x": X}, encodings="kept"), ROWS).encodings == "kept"
-
-
 def test_dataclasses_frozen_slotted_and_with_derived_fields():
-    # Red when: _take rebuilds through __init__ (it rejects the derived field) or setattr (frozen).
+    # Red when: _take rebuilds through __init__ (it rejects the derived field) or setattr (frozen), or _entries asks for
+    # the value of each field, which one that is no argument has not yet.
     frozen = take(Frozen(X, "n"), ROWS)
     assert type(frozen) is Frozen and frozen.name == "n"
     assert_same((frozen.x, frozen.doubled), (X[[1, 3]], 2 * X[[1, 3]]))
     slotted = Slotted(X)
     taken = take(slotted, ROWS)
     assert_same(taken.x, X[[1, 3]])
-    assert taken.y is None and slotted.x is X
+    assert taken.y is None and slotted.x is X and not hasattr(taken, "cache")
 
 
 def test_model_outputs_agree_between_keys_and_attributes():
@@ -145,31 +191,19 @@ def test_every_tensor_of_every_kind_of_batch_is_moved_and_the_original_is_left_a
     assert moved["output"].logits is moved["output"]["logits"]
 
 
-def test_columns_of_python_items_follow_the_rows():
-    # Red when: lists without tensors pass through (ids no longer belong to their rows).
-    batch = {
-        "x": X,
-        "ids": ["a", "b", "c", "d"],
-        "nested": [[1], [2, 2], [], [4]],
-        "classes": ["cat", "dog"],
-        "t": (0, 1, 2, 3),
-    }
+def test_columns_of_python_items_and_arrays_follow_the_rows():
+    # Red when: lists without tensors pass through (ids no longer belong to their rows), or only tensors are indexed.
+    batch = {"x": X, "array": np.array([5, 6, 7, 8]), "scale": np.float32(2), "ids": ["a", "b", "c", "d"]}
+    batch |= {"nested": [[1], [2, 2], [], [4]], "classes": ["cat", "dog"], "t": (0, 1, 2, 3)}
     taken = take(batch, ROWS)
     assert taken["ids"] == ["b", "d"] and taken["nested"] == [[2, 2], [4]] and taken["t"] == (1, 3)
-    assert taken["classes"] == ["cat", "dog"]
-
-
-def test_arrays_follow_the_rows():
-    # Red when: only tensors are indexed.
-    taken = take((X, np.array([5, 6, 7, 8]), np.float32(2)), ROWS)
-    assert taken[1].tolist() == [6, 8] and taken[2] == 2
+    assert taken["array"].tolist() == [6, 8] and taken["scale"] == 2 and taken["classes"] == ["cat", "dog"]
 
 
 def test_nesting_is_followed_to_the_bottom():
     batch = ({"image": X, "meta": {"id": Y}}, [Y, (Y, {"deep": Slotted(X, Y)})])
     taken = take(batch, ROWS)
-    assert taken[0]["meta"]["id"].tolist() == [11, 13]
-    assert taken[1][1][1]["deep"].y.tolist() == [11, 13]
+    assert taken[0]["meta"]["id"].tolist() == taken[1][1][1]["deep"].y.tolist() == [11, 13]
     assert [part.shape[0] for part in tensors(taken)] == [2] * 6
 
 
@@ -200,119 +234,38 @@ def test_gradients_flow_through():
 )
 def test_entries_that_disagree_are_named(batch, entry, size, other):
     # Red when: entries of another size pass through silently, as Composer lets them.
-    with pytest.raises(InvalidInput) as caught:
+    with refused(f"{entry} has {size} rows but {other} has 4, ... expand {entry} to one entry per row, or keep it out"):
         take(batch, ROWS)
-    assert str(caught.value) == (
-        f"{entry} has {size} rows but {other} has 4, and all tensors of a batch need the same first dimension; "
-        f"expand {entry} to one entry per row, or keep it out of the batch, known to losses_fn."
-    )
 
 
-@pytest.mark.parametrize("batch", ["text", {"n": 3}, (torch.tensor(1.0),), ["a", "b"], None])
-def test_a_batch_without_rows_is_refused(batch):
-    with pytest.raises(InvalidInput) as caught:
-        num_rows(batch)
-    assert str(caught.value) == (
-        f"The batch is a {type(batch).__name__} without a tensor of rows but one was needed to count them; "
-        "give a tensor, or a tuple, dict or dataclass of tensors."
-    )
+NO_ROWS, LISTED = "take got rows that are not all among the 4 of the batch, 0 to 3", ["a", "b", "c", "d"]
+PACKED = pack_sequence([torch.arange(3), torch.arange(2)])
+REFUSED = [
+    *[
+        (lambda batch=batch: num_rows(batch), f"The batch is a {type(batch).__name__} without a tensor of ... give a")
+        for batch in ("text", {"n": 3}, (torch.tensor(1.0),), ["a", "b"], None)
+    ],
+    (lambda: take({"words": PACKED}, ROWS), "batch['words'] is a PackedSequence ... pack_padded_sequence inside losse"),
+    # Python's indexing counts rows below 0 from the end, or an IndexError goes out.
+    *[
+        (lambda batch=batch, rows=rows: take(batch, torch.tensor(rows)), NO_ROWS)
+        for batch in (X, np.arange(4), (LISTED, np.arange(4)))
+        for rows in ([0, 4], [-1])
+    ],
+    (lambda: take(X, [0, 1]), "take got rows that are a list but a tensor of row indices was needed"),
+    *[
+        (lambda rows=rows: take(X, rows), f"{tuple(rows.shape)} and dtype {rows.dtype} ... `mask.nonzero().squeeze(")
+        for rows in (torch.tensor([True, False, True, False]), torch.tensor(1), torch.tensor([1.0]))
+    ],
+    (lambda: map_tensors("cuda", X), "map_tensors got a str but a function of a tensor was needed"),
+    (lambda: take(ReadOnly(X, Y), ROWS), "A batch holds a ReadOnly, a mapping that can neither be written to nor"),
+]
 
 
-def test_packed_sequences_are_refused():
-    with pytest.raises(InvalidInput) as caught:
-        take({"words": pack_sequence([torch.arange(3), torch.arange(2)])}, ROWS)
-    assert str(caught.value) == (
-        "batch['words'] is a PackedSequence, but its rows lie interleaved and cannot be taken; keep the padded tensor "
-        "and the lengths in the batch and call pack_padded_sequence inside losses_fn."
-    )
-
-
-@pytest.mark.parametrize(
-    "batch", [X, np.arange(4), (["a", "b", "c", "d"], np.arange(4))], ids=["tensor", "array", "list"]
-)
-@pytest.mark.parametrize("rows", [[0, 4], [-1]], ids=str)
-def test_rows_that_the_batch_has_not_are_refused(batch, rows):
-    # Red when: Python's indexing counts rows below 0 from the end, or an IndexError goes out.
-    with pytest.raises(InvalidInput, match="take got rows that are not all among the 4 of the batch, 0 to 3"):
-        take(batch, torch.tensor(rows))
-
-
-def test_rows_and_functions_of_another_kind_are_refused():
-    # Red when: a list is asked for its dtype.
-    with pytest.raises(InvalidInput, match="take got rows that are a list but a tensor of row indices was needed"):
-        take(X, [0, 1])
-    with pytest.raises(InvalidInput, match="map_tensors got a str but a function of a tensor was needed"):
-        map_tensors("cuda", X)
-
-
-@pytest.mark.parametrize("rows", [torch.tensor([True, False, True, False]), torch.tensor(1), torch.tensor([1.0])])
-def test_rows_that_are_no_indices_are_refused(rows):
-    with pytest.raises(InvalidInput) as caught:
-        take(X, rows)
-    assert str(caught.value) == (
-        f"take got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but row indices were needed, shape (K,), "
-        "int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
-    )
-
-
-class Entries(tuple):
-    """A tuple whose constructor takes its entries one by one."""
-
-    def __new__(cls, x, y):
-        return super().__new__(cls, (x, y))
-
-    def __init__(self, x, y):
-        self.note = "kept"
-
-
-class Named(list):
-    def __init__(self, name, items):
-        super().__init__(items)
-        self.name = name
-
-
-class ReadOnly(Mapping):
-    def __init__(self, x, y):
-        self.held = {"x": x, "y": y}
-
-    def __getitem__(self, key):
-        return self.held[key]
-
-    def __iter__(self):
-        return iter(self.held)
-
-    def __len__(self):
-        return len(self.held)
-
-
-def test_sequences_with_a_constructor_of_their_own_keep_their_type_and_attributes():
-    # Red when: _rebuilt calls the type with the entries.
-    pair, named = take(Entries(X, Y), ROWS), take(Named("n", [X, Y]), ROWS)
-    assert type(pair) is Entries and pair.note == "kept" and type(named) is Named and named.name == "n"
-    for taken in (pair, named):
-        assert_same(taken[0], X[[1, 3]])
-        assert taken[1].tolist() == [11, 13]
-    largest = X.max(1)  # of torch.return_types
-    taken = take(largest, ROWS)
-    assert type(taken) is type(largest)
-    assert_same(taken.values, largest.values[[1, 3]])
-
-
-def test_a_mapping_that_cannot_be_filled_is_refused():
-    with pytest.raises(InvalidInput, match="A batch holds a ReadOnly, a mapping that can neither be written to nor"):
-        take(ReadOnly(X, Y), ROWS)
-
-
-def test_a_field_without_a_value_stays_without():
-    # Red when: _entries asks for the value of each field.
-    @dataclasses.dataclass
-    class Later:
-        x: torch.Tensor
-        cache: torch.Tensor = dataclasses.field(init=False)
-
-    taken = take(Later(X), ROWS)
-    assert_same(taken.x, X[[1, 3]])
-    assert not hasattr(taken, "cache")
+@pytest.mark.parametrize(("call", "sentence"), REFUSED)
+def test_batches_and_rows_that_cannot_be_taken_are_refused(call, sentence):
+    with refused(sentence):
+        call()
 
 
 def test_a_container_that_holds_itself_is_walked_through_once():

@@ -9,15 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from laws import reducible
+from rowprop.backprop.pick import pick
 from rowprop.backprop.watch import watch
 from rowprop.engines import ENGINES, Masked, Recompute, Sliced, engine_of
-from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring import score_without_graph
 from rowprop.selection import AboveMean, Context, LossMass, RandomRows, RankSampling, TopK
 from rowprop.step.selective import SelectiveBackprop
+from sentences import refused
+from step_cases import assert_gradients_equal, backpropagated
 
 N = 12
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def mlp() -> nn.Module:
@@ -25,18 +33,16 @@ def mlp() -> nn.Module:
 
 
 def convnet() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 2, 3)),
-        nn.Conv2d(1, 4, 2, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.LazyLinear(3),
-    )
+    layers = nn.Conv2d(1, 4, 2, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3)
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), *layers)
+
+
+def batchnorm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def frozen_batchnorm() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model = batchnorm()
     model[1].running_mean.normal_()
     model[1].eval()
     return model
@@ -75,126 +81,134 @@ def built(make, dtype: torch.dtype = torch.float64) -> nn.Module:
     return model
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [parameter.grad for parameter in model.parameters()]
+class Mine:
+    """An engine of the user's own."""
+
+    name = "mine"
+    one_forward = True
+
+    def kept_losses(self, selection, losses, forward):
+        return losses.index_select(0, selection.rows)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("make", [mlp, convnet, frozen_batchnorm, Unused])
-@pytest.mark.parametrize(
-    "selector", [TopK(0.3), RankSampling(0.5), LossMass(0.6), AboveMean(), RandomRows(0.25), TopK(1.0)]
-)
-def test_the_gradient_is_that_of_plain_indexing(engine, make, selector):
-    # Red when: an engine takes other rows (rows + 1), loses the weights, or leaves a zero where no gradient belongs.
+SELECTORS = [
+    TopK(0.3),
+    RankSampling(0.5),
+    LossMass(0.6),
+    AboveMean(),
+    RandomRows(0.25),
+    TopK(1.0),
+    reducible(TopK(0.3)),
+]
+MODELS = [(make, engine) for make in (mlp, convnet, frozen_batchnorm, Unused) for engine in ENGINES]
+
+
+@pytest.mark.parametrize(("make", "engine"), [*MODELS, (mlp, Mine()), (batchnorm, Sliced(batchnorm="exact"))])
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_the_gradient_is_that_of_plain_indexing(make, engine, selector):
+    # Red when: an engine takes other rows (rows + 1), loses the weights, or leaves a zero where no gradient belongs; or
+    # Sliced forgets batchnorm: training BatchNorm is exact under "exact" only.
     model, batch = built(make), a_batch(1)
     reference = copy.deepcopy(model)
     step = SelectiveBackprop(model, losses_fn, selector, engine=engine, generator=torch.Generator().manual_seed(7))
-    loss, record = step(batch)
-    loss.backward()
+    ids = torch.randperm(N, generator=torch.Generator().manual_seed(3))
+    loss, record = backpropagated(step(batch, ids=ids))
 
     losses = losses_fn(reference, batch)
-    rows = selector(losses.detach(), Context(generator=torch.Generator().manual_seed(7))).rows
+    rows = selector(losses.detach(), Context(ids=ids, generator=torch.Generator().manual_seed(7))).rows
     expected = losses[rows].mean()
     expected.backward()
 
-    assert record.selection.rows.tolist() == rows.tolist() and record.engine == engine
+    assert record.selection.rows.tolist() == rows.tolist() and record.engine == getattr(engine, "name", engine)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(record.loss_all, losses.detach().mean(), rtol=1e-12, atol=0)
     torch.testing.assert_close(record.loss_kept, expected.detach(), rtol=1e-12, atol=0)
-    for ours, theirs in zip(gradients(model), gradients(reference), strict=True):
-        assert (ours is None) == (theirs is None)
-        if theirs is not None:
-            assert type(ours) is torch.Tensor
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+    assert_gradients_equal(model, reference, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_full_batch_leaves_the_gradient_of_a_plain_step_bit_for_bit(engine):
     # Red when: an engine picks although everything is kept, or weights are 1/N in another precision than mean's.
-    batch = a_batch(1, torch.float32)
-    model = built(mlp, torch.float32)
+    model, batch = built(mlp, torch.float32), a_batch(1, torch.float32)
     plain = copy.deepcopy(model)
     step = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine, schedule=Schedule(0.5, 0.9), total_steps=10)
-    loss, record = step(batch)
-    loss.backward()
+    _, record = backpropagated(step(batch))
     losses_fn(plain, batch).mean().backward()
     assert record.num_kept == N and "schedule" in record.reason
-    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_gradients_equal(model, plain, rtol=0, atol=0)
+
+
+def test_the_batchnorm_of_sliced_is_that_of_pick():
+    # Red when: Sliced forgets it. At six rows "rows" has another gradient than the choice at each layer, the exact one.
+    model, batch, engine = built(batchnorm), a_batch(1), Sliced(batchnorm="rows")
+    reference, exact = copy.deepcopy(model), copy.deepcopy(model)
+    loss, record = SelectiveBackprop(model, losses_fn, TopK(0.5), engine=engine)(batch)
+    picked = pick(losses_fn(reference, batch), record.selection, batchnorm="rows").mean()
+    for each in (loss, picked, losses_fn(exact, batch)[record.selection.rows].mean()):
+        each.backward()
+    assert_gradients_equal(model, reference, rtol=0, atol=0)
+    assert not torch.allclose(model[0].weight.grad, exact[0].weight.grad)
+
+
+def test_sliced_runs_its_backward_on_the_kept_rows():
+    # Red when: Sliced indexes plainly: equal gradients, at the price of a full backward.
+    loss, _ = SelectiveBackprop(built(mlp), losses_fn, TopK(0.25), engine="sliced")(a_batch())
+    with watch() as report:
+        loss.backward()
+    assert report.sliced and not report.densified
 
 
 @pytest.mark.parametrize(
-    ("engine", "keep", "sizes"),
+    ("engine", "keep", "options", "sizes"),
     [
-        ("masked", 0.25, [(N, True)]),
-        ("sliced", 0.25, [(N, True)]),
-        ("recompute", 0.25, [(N, False), (3, True)]),
-        ("recompute", 1.0, [(N, True)]),
+        ("masked", 0.25, {}, [(N, True)]),
+        ("sliced", 0.25, {}, [(N, True)]),
+        ("recompute", 0.25, {}, [(N, False), (3, True)]),
+        ("recompute", 1.0, {}, [(N, True)]),
+        ("recompute", 0.25, {"schedule": Schedule(0.5, 1.0), "total_steps": 2}, [(N, True)]),
     ],
 )
-def test_how_often_and_on_how_many_rows_the_model_runs(engine, keep, sizes):
-    # Red when: recompute scores with a graph, or a batch that is kept whole; or sliced runs a second forward.
+def test_how_often_and_on_how_many_rows_the_model_runs(engine, keep, options, sizes):
+    # Red when: recompute scores with a graph, or a batch that is trained whole; or sliced runs a second forward.
     seen = []
 
     def spying(model, batch):
         seen.append((len(batch[0]), torch.is_grad_enabled()))
         return losses_fn(model, batch)
 
-    SelectiveBackprop(built(mlp), spying, TopK(keep), engine=engine)(a_batch())
+    SelectiveBackprop(built(mlp), spying, TopK(keep), engine=engine, **options)(a_batch())
     assert seen == sizes
-
-
-def test_recompute_outside_the_schedule_runs_once():
-    # Red when: recompute scores a batch that is trained whole.
-    calls = []
-    step = SelectiveBackprop(
-        built(mlp),
-        lambda model, batch: calls.append(len(batch[0])) or losses_fn(model, batch),
-        TopK(0.25),
-        engine="recompute",
-        schedule=Schedule(0.5, 1.0),
-        total_steps=2,
-    )
-    step(a_batch())
-    assert calls == [N]
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_scoring_leaves_modes_buffers_and_rng_as_found(mode):
-    # Red when: one of buffers_kept, rng_kept and evaluating is not entered, or model.train() restores the modes.
+    # Red when: one of buffers_kept, rng_kept and evaluating is not entered, model.train() restores the modes, or a
+    # restoration is not in a `finally`.
     model = built(noisy)
     model.append(nn.BatchNorm1d(3).double().eval())  # one frozen module inside a training model
     model.register_buffer("rebound", torch.zeros(2))
     model[0].register_forward_hook(lambda *_: setattr(model, "rebound", model.rebound + 1))
-    modes = [module.training for module in model.modules()]
-    buffers = dict(model.named_buffers())
-    values = {name: buffer.clone() for name, buffer in buffers.items()}
-    state = torch.get_rng_state()
-    scores = score_without_graph(losses_fn, model, a_batch(), mode=mode)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in model.modules()] == modes
-    for name, buffer in model.named_buffers():
-        assert buffer is buffers[name] and torch.equal(buffer, values[name]), name
-    assert not scores.requires_grad
-    # The scores are the ones of that mode.
-    if mode == "eval":
-        model.eval()
-    torch.testing.assert_close(scores, losses_fn(model, a_batch()).detach(), rtol=0, atol=0)
-
-
-def test_scoring_restores_also_when_the_model_fails():
-    # Red when: a restoration is not in a `finally`.
-    model = built(noisy)
-    buffers, state = copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()
+    modes, buffers = [module.training for module in model.modules()], dict(model.named_buffers())
+    values, state = {name: buffer.clone() for name, buffer in buffers.items()}, torch.get_rng_state()
 
     def failing(model, batch):
         losses_fn(model, batch)
         raise KeyError("labels")
 
+    def assert_as_found():
+        assert torch.equal(torch.get_rng_state(), state)
+        assert [module.training for module in model.modules()] == modes
+        for name, buffer in model.named_buffers():
+            assert buffer is buffers[name] and torch.equal(buffer, values[name]), name
+
+    scores = score_without_graph(losses_fn, model, a_batch(), mode=mode)
+    assert_as_found()
     with pytest.raises(KeyError):
-        score_without_graph(failing, model, a_batch(), mode="eval")
-    assert model.training and torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+        score_without_graph(failing, model, a_batch(), mode=mode)
+    assert_as_found()
+    assert not scores.requires_grad
+    if mode == "eval":
+        model.eval()
+    torch.testing.assert_close(scores, losses_fn(model, a_batch()).detach(), rtol=0, atol=0)
 
 
 def test_scoring_does_not_disturb_an_earlier_graph():
@@ -205,34 +219,24 @@ def test_scoring_does_not_disturb_an_earlier_graph():
     loss.backward()
 
 
-def test_after_recompute_buffers_and_rng_are_those_of_one_plain_step_on_the_kept_rows():
-    # Red when: scoring moves the running statistics or consumes random numbers.
+def test_after_a_step_buffers_rng_and_gradients_are_those_of_one_plain_step(engine):
+    # On the batch, or on the rows that go forward again. Red when: scoring, or a scorer that runs beside the forward,
+    # moves the running statistics or consumes random numbers.
     model, batch = built(noisy), a_batch(3)
     plain = copy.deepcopy(model)
     torch.manual_seed(5)
-    _, record = SelectiveBackprop(model, losses_fn, TopK(0.5), engine="recompute")(batch)
+    step = SelectiveBackprop(model, losses_fn, TopK(0.5), engine=engine, scorer=losses_fn)
+    rows = backpropagated(step(batch))[1].selection.rows
     state = torch.get_rng_state()
     torch.manual_seed(5)
-    losses_fn(plain, [part[record.selection.rows] for part in batch])
+    recomputed = engine == "recompute"
+    losses = losses_fn(plain, [part[rows] for part in batch]) if recomputed else losses_fn(plain, batch)[rows]
+    losses.mean().backward()
+    assert_gradients_equal(model, plain, rtol=1e-10, atol=1e-13)
     assert torch.equal(torch.get_rng_state(), state)
     for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(buffer, expected), name
     assert model[1].num_batches_tracked == 2  # one to build the model, one step
-
-
-@pytest.mark.parametrize("engine", ["masked", "sliced"])
-def test_after_one_forward_buffers_and_rng_are_those_of_one_plain_step_on_the_batch(engine):
-    # Red when: a scorer that runs beside the forward leaves a trace.
-    model, batch = built(noisy), a_batch(3)
-    plain = copy.deepcopy(model)
-    torch.manual_seed(5)
-    SelectiveBackprop(model, losses_fn, TopK(0.5), engine=engine, scorer=losses_fn)(batch)
-    state = torch.get_rng_state()
-    torch.manual_seed(5)
-    losses_fn(plain, batch)
-    assert torch.equal(torch.get_rng_state(), state)
-    for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
-        assert torch.equal(buffer, expected), name
 
 
 def test_recompute_selects_what_sliced_selects_in_train_mode_and_not_in_eval_mode():
@@ -248,84 +252,46 @@ def test_recompute_selects_what_sliced_selects_in_train_mode_and_not_in_eval_mod
     assert selected(Recompute(scoring="eval")) == expected != selected("sliced")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_autocast_gradients_reach_every_weight(engine):
-    # Red when: Sliced picks from detached losses; and, on a torch whose autocast remembers weights cast without a graph
-    # (pytorch#112583, mended in 2025), when scoring does not clear that cache: recompute then loses weight gradients.
-    batch = a_batch(1, torch.float32)
-    model = built(mlp, torch.float32)
-    reference = copy.deepcopy(model)
+def test_autocast_and_gradscaler_gradients_reach_every_weight(engine):
+    # Red when: Sliced picks from detached losses, or the loss stays in bfloat16; and, on a torch whose autocast
+    # remembers weights cast without a graph (pytorch#112583, mended in 2025), when scoring does not clear that cache:
+    # recompute then loses weight gradients.
+    model, batch = built(mlp, torch.float32), a_batch(1, torch.float32)
+    reference, scaler = copy.deepcopy(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     with torch.autocast("cpu", torch.bfloat16):
         loss, record = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine)(batch)
         expected = losses_fn(reference, batch)[record.selection.rows].float().mean()
-    loss.backward()
-    expected.backward()
+    for each in (loss, expected):
+        scaler.scale(each).backward()
     assert loss.dtype == torch.float32
-    for ours, theirs in zip(gradients(model), gradients(reference), strict=True):
-        assert ours is not None
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02 * theirs.abs().max().item())
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        atol = 0.02 * theirs.grad.abs().max().item()
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=atol)
 
 
 def test_names_and_objects_find_their_engines():
     # Red when: a name finds another engine's class, or settings of an object are lost.
     assert [engine_of("x", name) for name in ("sliced", "recompute", "masked")] == [Sliced(), Recompute(), Masked()]
-    for value in (Sliced("exact"), Recompute("eval")):
+    for value in (Sliced("exact"), Recompute("eval"), Mine()):
         assert engine_of("x", value) is value
 
 
-class Mine:
-    """An engine of the user's own."""
-
-    name = "mine"
-    one_forward = True
-
-    def kept_losses(self, selection, losses, forward):
-        return losses.index_select(0, selection.rows)
-
-
-def test_an_engine_of_the_users_is_one():
-    mine = Mine()
-    assert engine_of("x", mine) is mine
-    model, reference = built(mlp), built(mlp)
-    loss, record = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=mine)(a_batch())
-    loss.backward()
-    losses_fn(reference, a_batch())[record.selection.rows].mean().backward()
-    assert record.engine == "mine"
-    torch.testing.assert_close(gradients(model), gradients(reference), rtol=1e-10, atol=1e-13)
-
-
-def test_sliced_runs_its_backward_on_the_kept_rows():
-    # Red when: Sliced indexes plainly: equal gradients, at the price of a full backward.
-    loss, _ = SelectiveBackprop(built(mlp), losses_fn, TopK(0.25), engine="sliced")(a_batch())
-    with watch() as report:
-        loss.backward()
-    assert report.sliced and not report.densified
-
-
-def test_batchnorm_exact_is_passed_on():
-    # Red when: Sliced forgets batchnorm. Training BatchNorm is exact under "exact" only.
-    model, batch = built(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))), a_batch(1)
-    reference = copy.deepcopy(model)
-    loss, record = SelectiveBackprop(model, losses_fn, TopK(0.5), engine=Sliced(batchnorm="exact"))(batch)
-    loss.backward()
-    losses_fn(reference, batch)[record.selection.rows].mean().backward()
-    for ours, theirs in zip(gradients(model), gradients(reference), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
-
-
 def test_values_that_are_no_engine_are_refused():
-    with pytest.raises(InvalidInput, match=r"engine='fast' but one of sliced, recompute, masked .*Sliced\('exact'\)"):
+    with refused("engine='fast' but one of sliced, recompute, masked ... Sliced('exact')"):
         engine_of("SelectiveBackprop", "fast")
-    for value in (None, 3, ("sliced", "masked"), Sliced, torch.zeros(2)):
-        with pytest.raises(InvalidInput, match="SelectiveBackprop got engine="):
+    for value in (None, 3, [], ("sliced", "masked"), {"sliced"}, Sliced, torch.zeros(2)):
+        with refused("SelectiveBackprop got engine="):
             engine_of("SelectiveBackprop", value)
 
 
-def test_settings_are_checked_where_an_engine_is_made():
-    for make, sentence in (
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
         (lambda: Sliced(batchnorm="approximate"), "batchnorm='approximate' but one of None, rows, exact"),
         (lambda: Sliced(attention="rows"), "attention='rows' but one of exact, cut"),
         (lambda: Recompute(scoring="test"), "scoring='test' but one of train, eval"),
-    ):
-        with pytest.raises(InvalidInput, match=sentence):
-            make()
+    ],
+)
+def test_settings_are_checked_where_an_engine_is_made(make, sentence):
+    with refused(sentence):
+        make()

@@ -41,8 +41,6 @@ from rowprop.selection import (
 )
 from rowprop.step.selective import SelectiveBackprop
 
-# --- selectors -------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class SelectorCase:
@@ -68,33 +66,32 @@ class SelectorCase:
     of: Callable[[Any], Selector] | None = None
 
 
-def irreducible() -> Tensor:
-    """One for each of the ids of :func:`context_of`."""
-    return torch.linspace(0, 0.9, 100)
+def reducible(selector: Selector) -> ReducibleLoss:
+    """With an irreducible loss for each of the ids of :func:`context_of`."""
+    return ReducibleLoss(selector, torch.linspace(0, 0.9, 100))
 
+
+def around(kind: Callable[[Selector], Selector], **traits: bool) -> SelectorCase:
+    """A selector around the hardest rows."""
+    return SelectorCase(
+        partial(kind, TopK(0.3)), whole=partial(kind, TopK(1.0)), of=lambda keep: kind(TopK(keep)), **traits
+    )
+
+
+WEIGHED = {"draws": "by row", "waits": True, "own_weights": True}
 
 SELECTORS: dict[str, list[SelectorCase]] = {
     "AboveMean": [SelectorCase(AboveMean, waits=True)],
     "Everything": [SelectorCase(Everything, unbiased=True, whole=Everything)],
     "PercentileSampling": [
-        SelectorCase(PercentileSampling, draws="by row", waits=True, whole=partial(PercentileSampling, 0.0, recent=5)),
-        SelectorCase(
-            partial(PercentileSampling, 1.0, recent=100, floor=0.2),
-            draws="by row",
-            waits=True,
-            whole=partial(PercentileSampling, floor=1.0),
-        ),
+        SelectorCase(make, draws="by row", waits=True, whole=whole)
+        for make, whole in (
+            (PercentileSampling, partial(PercentileSampling, 0.0, recent=5)),
+            (partial(PercentileSampling, 1.0, recent=100, floor=0.2), partial(PercentileSampling, floor=1.0)),
+        )
     ],
     "ImportanceSampling": [
-        SelectorCase(
-            partial(ImportanceSampling, 0.3, gate, 0.7),
-            draws="by row",
-            waits=True,
-            own_weights=True,
-            unbiased=True,
-            whole=whole,
-            of=of,
-        )
+        SelectorCase(partial(ImportanceSampling, 0.3, gate, 0.7), unbiased=True, whole=whole, of=of, **WEIGHED)
         for gate, whole, of in (
             (None, None, ImportanceSampling),
             (1.0, partial(ImportanceSampling, 1.0, 9.0), partial(ImportanceSampling, gate=1.0)),
@@ -109,68 +106,38 @@ SELECTORS: dict[str, list[SelectorCase]] = {
         SelectorCase(partial(MaxVariance, 0.3), waits=True, whole=partial(MaxVariance, 1.0), of=MaxVariance)
     ],
     "MultipleOf": [
-        SelectorCase(
-            lambda: MultipleOf(TopK(0.3), 8),
-            whole=lambda: MultipleOf(TopK(0.1), 10),
-            of=lambda keep: MultipleOf(TopK(keep), 4),
-        ),
-        SelectorCase(
-            lambda: MultipleOf(RankSampling(0.1), 4), draws="by rank", whole=lambda: MultipleOf(RankSampling(1.0), 4)
-        ),
+        around(partial(MultipleOf, multiple_of=4)),
+        SelectorCase(partial(MultipleOf, RankSampling(0.1)), "by rank", whole=partial(MultipleOf, TopK(0.1), 10)),
         SelectorCase(lambda: MultipleOf(PercentileSampling(), 8), draws="by row", waits=True),
-        SelectorCase(lambda: MultipleOf(LossMass(0.5, min_keep=0.4), 4), waits=True),
-        SelectorCase(lambda: MultipleOf(PerClass(TopK(0.1)), 8), waits=True),
+        SelectorCase(partial(MultipleOf, LossMass(0.5, min_keep=0.4), 4), waits=True),
+        SelectorCase(partial(MultipleOf, PerClass(TopK(0.1)), 8), waits=True),
     ],
     "Nonzero": [SelectorCase(Nonzero, waits=True, own_weights=True, unbiased=True, whole=Nonzero)],
     "PerClass": [
-        SelectorCase(
-            lambda: PerClass(TopK(0.3)),
-            waits=True,
-            own_weights=True,
-            whole=lambda: PerClass(TopK(1.0)),
-            of=lambda keep: PerClass(TopK(keep)),
-        ),
-        SelectorCase(lambda: PerClass(RandomRows(0.5)), draws="by row", waits=True, own_weights=True, unbiased=True),
-        SelectorCase(lambda: PerClass(PercentileSampling(1.0)), draws="by row", waits=True, own_weights=True),
+        around(PerClass, waits=True, own_weights=True),
+        SelectorCase(partial(PerClass, RandomRows(0.5)), unbiased=True, **WEIGHED),
+        SelectorCase(lambda: PerClass(PercentileSampling(1.0)), **WEIGHED),
     ],
     "OverAll": [
-        SelectorCase(
-            lambda: OverAll(TopK(0.3)),
-            own_weights=True,
-            whole=lambda: OverAll(TopK(1.0)),
-            of=lambda keep: OverAll(TopK(keep)),
-        ),
-        SelectorCase(lambda: OverAll(PercentileSampling()), draws="by row", waits=True, own_weights=True),
+        around(OverAll, own_weights=True),
+        SelectorCase(partial(OverAll, RandomRows(0.5)), draws="by row", own_weights=True),
+        SelectorCase(lambda: OverAll(PercentileSampling()), **WEIGHED),
     ],
     "RandomRows": [
-        SelectorCase(
-            partial(RandomRows, 0.3), draws="by row", unbiased=True, whole=partial(RandomRows, 1.0), of=RandomRows
-        )
+        SelectorCase(partial(RandomRows, 0.3), "by row", unbiased=True, whole=partial(RandomRows, 1.0), of=RandomRows)
     ],
     "RankSampling": [
-        SelectorCase(partial(RankSampling, 0.3), draws="by rank", whole=partial(RankSampling, 1.0), of=RankSampling)
+        SelectorCase(partial(RankSampling, 0.3), "by rank", whole=partial(RankSampling, 1.0), of=RankSampling)
     ],
     "ReducibleLoss": [
-        SelectorCase(
-            lambda: ReducibleLoss(TopK(0.3), irreducible()),
-            waits=True,
-            whole=lambda: ReducibleLoss(TopK(1.0), irreducible()),
-            of=lambda keep: ReducibleLoss(TopK(keep), irreducible()),
-        ),
-        SelectorCase(lambda: ReducibleLoss(RandomRows(0.5), irreducible()), draws="by row", waits=True, unbiased=True),
-        SelectorCase(
-            lambda: ReducibleLoss(PerClass(PercentileSampling()), irreducible()),
-            draws="by row",
-            waits=True,
-            own_weights=True,
-        ),
+        around(reducible, waits=True),
+        SelectorCase(partial(reducible, RandomRows(0.5)), draws="by row", waits=True, unbiased=True),
+        SelectorCase(lambda: reducible(PerClass(PercentileSampling())), **WEIGHED),
     ],
     "Threshold": [SelectorCase(partial(Threshold, 0.5), waits=True, whole=partial(Threshold, 0.0))],
     "TopBottom": [
         SelectorCase(
-            partial(TopBottom, 0.3, 0.2),
-            whole=partial(TopBottom, 0.5, 0.5),
-            of=lambda keep: TopBottom(top=keep, bottom=0.1),
+            partial(TopBottom, 0.3, 0.2), whole=partial(TopBottom, 0.5, 0.5), of=partial(TopBottom, bottom=0.1)
         ),
         SelectorCase(partial(TopBottom, 0.0, 0.4), of=lambda keep: TopBottom(top=0.1, bottom=keep)),
     ],
@@ -192,29 +159,16 @@ NO_SELECTORS = {  # public names of rowprop.selection that select nothing
 
 
 def context_of(
-    scores: Tensor,
-    generator: torch.Generator | None = None,
-    progress: float | None = None,
-    order: Tensor | None = None,
+    scores: Tensor, generator: torch.Generator | None = None, progress: float | None = None, order: Tensor | None = None
 ) -> Context:
     """A context with all that a selector may need: three classes of different sizes, ids that are not the places."""
     places = torch.arange(scores.numel(), device=scores.device) if order is None else order
     return Context(progress, places * 7 % 97, places.remainder(6).clamp(max=2), generator)
 
 
-# --- schedules -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ScheduleCase:
-    """A schedule, as a function of progress.
-
-    Attributes:
-        make: Makes that function.
-        first: What it is at progress 0.
-        last: What it is at progress 1.
-        least: The least that it may be in between; ``most`` the most.
-    """
+    """A schedule, as a function of progress: its first and its last value, and the bounds in between."""
 
     make: Callable[[], Callable[[float], float]]
     first: float
@@ -223,14 +177,17 @@ class ScheduleCase:
     most: float
 
 
-def _counted(counts: Any) -> Callable[[float], float]:
-    """Progress itself, counted up to a fraction of 40 steps that have 8 rows each and keep 2."""
-    total = {"steps": 40, "rows_seen": 320, "rows_backpropagated": 80}[counts]
+@dataclass(frozen=True)
+class Step:
+    """What a clock looks at in the record of a step: 8 rows, of which 2 are kept."""
 
-    @dataclass(frozen=True)
-    class Step:
-        num_rows: int = 8
-        kept_by_rank: tuple[int, ...] = (2,)
+    num_rows: int = 8
+    kept_by_rank: tuple[int, ...] = (2,)
+
+
+def _counted(counts: Any) -> Callable[[float], float]:
+    """Progress itself, counted up to a fraction of 40 steps."""
+    total = {"steps": 40, "rows_seen": 320, "rows_backpropagated": 80}[counts]
 
     def reached(progress: float) -> float:
         clock = Progress(total, counts)
@@ -248,9 +205,7 @@ def _active(schedule: Schedule) -> Callable[[float], float]:
 SCHEDULES: dict[str, list[ScheduleCase]] = {
     "Joined": [
         ScheduleCase(lambda: Joined([(0.0, 1.0), (0.3, Ramp(1.0, 0.2)), (0.8, 0.5)]), 1.0, 0.5, 0.2, 1.0),
-        ScheduleCase(
-            lambda: Joined([(0.0, Ramp(0.1, 0.4, curve="cosine")), (0.5, Ramp(0.4, 1.0))]), 0.1, 1.0, 0.1, 1.0
-        ),
+        ScheduleCase(lambda: Joined([(0, Ramp(0.1, 0.4, curve="cosine")), (0.5, Ramp(0.4, 1.0))]), 0.1, 1.0, 0.1, 1.0),
     ],
     "Progress": [
         ScheduleCase(partial(_counted, counts), 0.0, 1.0, 0.0, 1.0)
@@ -266,8 +221,6 @@ SCHEDULES: dict[str, list[ScheduleCase]] = {
     ],
 }
 
-# --- scorers ---------------------------------------------------------------------------------------------------------
-
 ROWS = 12
 
 
@@ -276,8 +229,7 @@ class Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Conv2d(3, 4, 3, padding=1)
-        self.head = nn.Linear(4, 5)
+        self.features, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.features(images).tanh().mean((2, 3)))
@@ -288,8 +240,7 @@ class Tokens(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Embedding(11, 4)
-        self.head = nn.Linear(4, 5)
+        self.features, self.head = nn.Embedding(11, 4), nn.Linear(4, 5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.features(tokens).tanh().mean(1))
@@ -328,9 +279,6 @@ NO_SCORERS = {  # public names of rowprop.scoring that are none
     "per_row_mean": "makes losses",
     "score_without_graph": "runs a scorer",
 }
-
-# --- recipes ---------------------------------------------------------------------------------------------------------
-
 
 EPOCHS = 3
 
@@ -371,11 +319,7 @@ RECIPES: dict[str, list[RecipeCase]] = {
         _recipe(recipes.infobatch, num_rows=ROWS, epochs=EPOCHS, selector=RandomRows(0.5)),
     ],
     "kath18": [
-        RecipeCase(
-            lambda model, **more: recipes.kath18(
-                model, _losses_and_norms, keep=0.5, gated=gated, **{"engine": "sliced"} | more
-            )
-        )
+        RecipeCase(partial(recipes.kath18, losses_fn=_losses_and_norms, keep=0.5, gated=gated, engine="sliced"))
         for gated in (True, False)
     ],
     "ohem": [_recipe(recipes.ohem)],

@@ -45,10 +45,8 @@ def stepped(model: nn.Module, batch: Batch, keep: float = 0.25, losses: Any = ro
 
 
 def mlp(width: int = 8) -> tuple[nn.Module, Batch]:
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8)), (
-        torch.randn(64, width),
-        torch.randint(8, (64,)),
-    )
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))
+    return model, (torch.randn(64, width), torch.randint(8, (64,)))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,7 @@ def test_it_is_said_once_and_names_the_way_on():
     selective = SelectiveBackprop(model, row_losses, rowprop.TopK(0.25))
     (sentence,) = warned(lambda: selective(batch))
     assert sentence.startswith(
-        "SelectiveBackprop got a model too small to gain by slicing on a CPU: its backward of all "
+        "SelectiveBackprop got a model too small to gain by slicing on a CPU: its backward of all"
     )
     assert "64 rows is as much work as 0." in sentence and "rowprop.plan measures both" in sentence
     assert warned(lambda: selective(batch)) == warned(lambda: copy.deepcopy(selective)(batch)) == []
@@ -84,9 +82,8 @@ def test_it_is_said_once_and_names_the_way_on():
 def test_it_waits_for_a_step_that_selects():
     # Red when a step of the whole batch, or one without a graph, settles it.
     model, batch = mlp()
-    selective = SelectiveBackprop(
-        model, row_losses, rowprop.TopK(0.25), schedule=rowprop.schedule.Schedule(0.5, 1.0), total_steps=4
-    )
+    late = {"schedule": rowprop.schedule.Schedule(0.5, 1.0), "total_steps": 4}
+    selective = SelectiveBackprop(model, row_losses, rowprop.TopK(0.25), **late)
     assert [len(warned(lambda: selective(batch))) for _ in range(4)] == [0, 0, 1, 0]
     selective = SelectiveBackprop(model, row_losses, rowprop.TopK(0.25))
     with torch.no_grad():
@@ -110,12 +107,17 @@ def depthwise() -> tuple[nn.Module, Batch]:
     return nn.Sequential(*convolutions, nn.Linear(32, 8)), (torch.randn(8, 3, 8, 8), torch.randint(8, (8,)))
 
 
+def in_double() -> tuple[nn.Module, Batch]:
+    model, (inputs, target) = mlp()
+    return model.double(), (inputs.double(), target)
+
+
 SILENT: dict[str, tuple[Callable[[], tuple[nn.Module, Batch]], dict[str, Any]]] = {
     "the oracle": (mlp, {"engine": Masked()}),
     "a second forward": (mlp, {"engine": Recompute()}),
     "a convolution in groups": (depthwise, {}),
     "a custom function": (mlp, {"losses": through_a_function}),
-    "float64": (lambda: (mlp()[0].double(), (mlp()[1][0].double(), mlp()[1][1])), {}),
+    "float64": (in_double, {}),
 }
 
 
@@ -123,21 +125,15 @@ SILENT: dict[str, tuple[Callable[[], tuple[nn.Module, Batch]], dict[str, Any]]] 
 def test_it_is_silent_where_the_count_says_nothing_certain(name: str):
     # Red when the engine, the dtype, a convolution's groups or a node of unknown work is not asked for.
     made, options = SILENT[name]
-    options = dict(options)
-    losses = options.pop("losses", row_losses)
-    assert stepped(*made(), losses=losses, **options) == []
+    assert stepped(*made(), **options) == []
 
 
-def test_it_is_silent_on_a_device_whose_costs_nobody_measured(monkeypatch: pytest.MonkeyPatch):
-    # Red when the kind of device is not asked for.
-    monkeypatch.setattr("rowprop.step.small.COSTS", {})
-    assert stepped(*mlp()) == []
-
-
-def test_it_is_silent_under_autocast():
-    # The step is called in autocast, as training loops do. Red when autocast is not asked for.
+def test_it_is_silent_under_autocast_and_on_a_device_whose_costs_nobody_measured(monkeypatch: pytest.MonkeyPatch):
+    # The step is called in autocast, as training loops do. Red when autocast or the kind of device is not asked for.
     with torch.autocast("cpu", torch.bfloat16):
         assert stepped(*mlp()) == []
+    monkeypatch.setattr("rowprop.step.small.COSTS", {})
+    assert stepped(*mlp()) == []
 
 
 def test_it_can_be_filtered_and_changes_no_result(monkeypatch: pytest.MonkeyPatch):
@@ -151,8 +147,7 @@ def test_it_can_be_filtered_and_changes_no_result(monkeypatch: pytest.MonkeyPatc
             warnings.simplefilter("always")
             warnings.simplefilter("ignore", rowprop.TooSmall)
             for _ in range(3):
-                loss, _ = selective(batch)
-                loss.backward()
+                selective(batch)[0].backward()
         assert caught == []
         return [*[p.grad for p in model.parameters()], torch.get_rng_state()]
 
