@@ -1,0 +1,126 @@
+"""A small net, hooks of many kinds, and the comparison of a step under pick() with the same step by plain indexing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import rowprop
+from rowprop.backprop.watch import Report
+
+N = 8
+ROWS = torch.tensor([1, 4, 6])
+Take = Callable[[Tensor, Any], Tensor]
+
+
+def weight(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def net() -> tuple[Tensor, Tensor, Tensor]:
+    """Rows and the weights of two layers."""
+    torch.manual_seed(0)
+    return torch.randn(N, 5, dtype=torch.float64), weight(5, 4), weight(4, 3)
+
+
+def chain(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Losses (N,) of a two-layer net."""
+    return ((x @ w).tanh() @ v).square().sum(1)
+
+
+def gradients(make_loss: Callable[[], Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    for leaf in leaves:
+        leaf.grad = None
+    make_loss().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def indexed(x: Tensor, rows: Any) -> Tensor:
+    return x[rows]
+
+
+def as_indexed(
+    step: Callable[[Take], Sequence[Tensor | None]], *, rtol: float = 1e-10, atol: float = 1e-12, **options: Any
+) -> Report:
+    """What a step leaves under ``pick`` are plain tensors, those of plain indexing; returns the report of its backward.
+
+    The step is given ``pick``, or what indexes, as ``take(tensor, rows)``.
+    """
+    expected = step(indexed)
+    with rowprop.watch() as report:
+        actual = step(partial(rowprop.pick, **options))
+    for a, e in zip(actual, expected, strict=True):
+        assert (a is None) == (e is None)
+        if a is not None and e is not None:
+            assert type(a) is Tensor
+            torch.testing.assert_close(a, e, rtol=rtol, atol=atol)
+    return report
+
+
+def assert_same_gradients(
+    losses: Callable[[], Tensor], leaves: Sequence[Tensor], rows: Any = ROWS, **options: Any
+) -> Report:
+    """The mean of these losses' rows leaves the same plain gradients under ``pick``; returns its report."""
+    return as_indexed(lambda take: gradients(lambda: take(losses(), rows).mean(), leaves), atol=1e-13, **options)
+
+
+def silently(write: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
+    """A hook that writes to the gradient and returns nothing."""
+
+    def hook(grad: Tensor) -> None:
+        write(grad)
+
+    return hook
+
+
+SCALING: dict[str, Callable[[Tensor], Any]] = {  # of gradients (..., 4); what scales them keeps them sliced
+    "times a number": lambda g: g * 2,
+    "in place mul": lambda g: g.mul_(0.5),
+    "in place mul without return": silently(lambda g: g.mul_(0.5)),
+    "in place div": silently(lambda g: g.div_(3)),
+    "augmented": silently(lambda g: g.__imul__(3)),
+    "meta": lambda g: g * (g.shape[0] + g.dim() + g.numel()),
+    "batched": lambda g: torch.vmap(lambda r: r * 2)(g),
+}
+HOOKS = SCALING | {
+    "times a tensor": lambda g: g * torch.linspace(0, 1, 4, dtype=g.dtype),
+    "add a constant": lambda g: g + 1,
+    "in place add": silently(lambda g: g.add_(1)),
+    "zero": silently(lambda g: g.zero_()),
+    "copy": silently(lambda g: g.copy_(torch.ones_like(g))),
+    "setitem row": silently(lambda g: g.__setitem__(2, 5.0)),
+    "setitem mask": silently(lambda g: g.__setitem__(g == 0, 1.0)),
+    "view then write": silently(lambda g: g.view(-1).__setitem__(3, 7.0)),
+    "out=": silently(lambda g: torch.add(g, 1, out=g)),
+    "foreach": silently(lambda g: torch._foreach_mul_([g], 2.0)),
+    "foreach add": silently(lambda g: torch._foreach_add_([g], 1.0)),
+    "cos": lambda g: g.cos(),
+    "exp": torch.exp,
+    "clamp": lambda g: g.clamp(min=0.1),
+    "where": lambda g: torch.where(g > 0, g, torch.ones_like(g)),
+    "compare": lambda g: (g >= 0).to(g.dtype),
+    "numpy": lambda g: torch.from_numpy(g.numpy() + 1),
+    "numpy in place": silently(lambda g: np.add(g.numpy(), 1, out=g.numpy())),
+    "asarray": lambda g: torch.from_numpy(np.asarray(g) * 2),
+    "tolist": lambda g: torch.tensor(g.tolist(), dtype=g.dtype) + 1,
+    "deepcopy": lambda g: copy.deepcopy(g) + 1,
+    "clone": lambda g: g.clone().fill_(2.0),
+    "detach": silently(lambda g: g.detach().mul_(3)),
+    "data": silently(lambda g: g.data.mul_(3)),
+    "norm clip": lambda g: g / max(1.0, g.norm().item()),
+    "equal": lambda g: g * 2 if torch.equal(g, g) else g,
+    "iterate": lambda g: torch.stack([row * 2 for row in g]),
+    "bool": lambda g: g if bool((g != 0).any()) else g + 1,
+    "len": lambda g: g * len(g),
+    "repr": lambda g: (repr(g), str(g), f"{g}", g)[3],
+    "power": lambda g: g**2,
+    "divide by it": lambda g: 1 / (g + 2),
+    "rdiv": lambda g: (2 / g).nan_to_num(posinf=1.0),
+    "matmul": lambda g: g @ torch.ones(4, 4, dtype=g.dtype),
+}
