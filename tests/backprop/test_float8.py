@@ -9,10 +9,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from test_pick import N, gradients
 from torch import nn
 
 import rowprop
+from picks import N, gradients
 
 pytestmark = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao: see nox -s families")
 

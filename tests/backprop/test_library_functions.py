@@ -13,7 +13,6 @@ from inspect import signature
 import pytest
 import torch
 import torch.distributed as dist
-from test_pick import ROWS, N, assert_same_gradients, gradients, weight
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
@@ -23,6 +22,7 @@ from torch.nn.utils import rnn
 from torch.utils.flop_counter import flop_registry
 
 import rowprop
+from picks import ROWS, N, assert_same_gradients, gradients, weight
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.attention import flex_attention_backward
 from rowprop.backprop.rules.registry import RULES

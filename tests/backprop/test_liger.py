@@ -11,11 +11,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from test_pick import N, gradients
 from torch import Tensor
 from torch.nn import functional as F
 
 import rowprop
+from picks import N, gradients
 
 if not (find_spec("liger_kernel") and find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1"):
     pytest.skip("needs liger-kernel, and TRITON_INTERPRET=1: see nox -s families", allow_module_level=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_tokens import IDS, LABELS, MASKS, Decoder, N, T, cut_attention, largest_difference
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,6 +33,7 @@ from rowprop.selection import (
     Threshold,
 )
 from sentences import says
+from token_models import IDS, LABELS, MASKS, Decoder, N, T, cut_attention, largest_difference
 
 ENGINES = ["sliced", "masked"]
 BATCH = {"ids": IDS, "labels": LABELS}
