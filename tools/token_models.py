@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         self.double()
 
     def forward(self, x: Tensor, attention: Attention = attend) -> Tensor:
-        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]) % T)
         for block in self.blocks:
             h = self.through(block, h, attention)
         return self.head(self.norm(h))
