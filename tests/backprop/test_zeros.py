@@ -170,6 +170,19 @@ class Output:
     loss: Tensor | None = None
 
 
+class Watched(torch.autograd.Function):
+    """Runs a function on its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.change(grad), None
+
+
 FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "a tensor": (lambda t: t, lambda out: out),
     "a tuple": (lambda t: (t, None), lambda out: out[0]),
@@ -177,6 +190,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "a dict": (lambda t: {"logits": t, "count": 3}, lambda out: out["logits"]),
     "a dataclass": (lambda t: Output(t), lambda out: out.logits),
     "a split": (lambda t: t.split(3, 1), lambda out: torch.cat(out, 1)),
+    "a split, of which one part is used": (lambda t: t.split(3, 1), lambda out: out[0]),
 }
 
 
@@ -406,19 +420,6 @@ def test_the_places_of_a_capacity_are_in_order(monkeypatch: pytest.MonkeyPatch):
     out = rowprop.skip_zeros(mlp()(X), capacity=0.5)
     (rowprop.pick(out, torch.arange(10)).square().mean(1) * (torch.arange(10) > 7)).sum().backward()
     assert drawn[0].tolist() == [0, 1, 2, 8, 9]
-
-
-class Watched(torch.autograd.Function):
-    """Runs a function on its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.change = change
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.change(grad), None
 
 
 def test_the_whole_gradient_is_freed_before_the_backward_goes_on():
