@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import rowprop
 from rowprop.backprop.watch import Report
@@ -68,6 +68,51 @@ def assert_same_gradients(
 ) -> Report:
     """The mean of these losses' rows leaves the same plain gradients under ``pick``; returns its report."""
     return as_indexed(lambda take: gradients(lambda: take(losses(), rows).mean(), leaves), atol=1e-13, **options)
+
+
+def saving(
+    forward: Any,
+    backward: Any,
+    *,
+    save: Any = lambda *args: args,
+    boxed: bool = False,
+    base: Any = torch.autograd.Function,
+) -> Any:
+    """A fresh autograd function; ``backward`` is called with what is saved of its arguments and with the gradients."""
+
+    class Saving(base):
+        boxed_grads_call = boxed
+        given: list[Tensor] = []  # noqa: RUF012
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            ctx.save_for_backward(*save(*args))
+            return forward(*args)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            grads = grads[0] if boxed else grads
+            assert all(type(g) is Tensor for g in grads)
+            Saving.given.append(grads[0])
+            return backward(*ctx.saved_tensors, *grads)
+
+    return Saving
+
+
+def passing(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """A custom function that passes a tensor on, and changes its gradient."""
+    return saving(lambda x: x.view_as(x), change, save=lambda x: ()).apply
+
+
+class Applied(nn.Module):
+    """What a function makes of modules and of what they are given."""
+
+    def __init__(self, make: Callable[..., Any], *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.make = nn.ModuleList(inner), make
+
+    def forward(self, *given: Tensor) -> Any:
+        return self.make(*self.inner, *given)
 
 
 def silently(write: Callable[[Tensor], object]) -> Callable[[Tensor], None]:

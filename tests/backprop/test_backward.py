@@ -1,11 +1,10 @@
-"""What a backward remembers is its own: in threads, within other backwards, and over one graph with many picks."""
+"""What a backward remembers is its own: within other backwards, and over one graph with many picks."""
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
-from picks import ROWS, as_indexed, gradients, indexed
+from picks import ROWS, as_indexed, gradients, indexed, passing
 from rowprop.backprop import backward, foreign, sliced
 from rowprop.backprop.rowgrad import RowGrad
 
@@ -90,26 +89,6 @@ def test_neighbours_that_save_one_activation_gather_it_once(hooks, monkeypatch):
     assert max(gathered.values()) == (2 if hooks else 1)
 
 
-def test_threads_with_models_of_their_own():
-    # Red with one dictionary of unions for all backwards, emptied at each end: KeyError.
-    def train(seed: int) -> float:
-        generator = torch.Generator().manual_seed(seed)
-        a, b = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
-        leaves, worst = [*a.parameters(), *b.parameters()], 0.0
-        for _ in range(20):
-            x = torch.randn(N, 4, generator=generator, dtype=torch.float64)
-            losses = torch.cat([b(c) for c in a(x).chunk(4)]).square().mean(1)
-            rows = torch.randperm(N, generator=generator)[:5]
-            wanted = torch.autograd.grad(losses[rows].mean(), leaves, retain_graph=True)
-            found = gradients(lambda: rowprop.pick(losses, rows).mean(), leaves)
-            worst = max(worst, *((g - w).abs().max().item() for g, w in zip(found, wanted, strict=True)))
-        return worst
-
-    with ThreadPoolExecutor(8) as pool:
-        assert max(pool.map(train, range(8))) < 1e-12
-    assert not backward._running
-
-
 def test_a_graph_with_a_pick_at_each_step_is_walked_once(monkeypatch):
     # Red where each pick walks through all that lies upstream: 40 picks then visit some 20 times as many nodes.
     visited: list[Any] = []
@@ -159,22 +138,12 @@ def test_gradients_that_are_asked_for_beside_many_picks(inputs: str):
     as_indexed(asked)
 
 
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
 def test_a_leaf_with_a_hook_below_two_picks():
     # Red where the pick that is prepared second forgets the leaves that the first one found.
     x, seen = torch.randn(N, 3, dtype=torch.float64, requires_grad=True), []
     x.register_hook(lambda grad: seen.append(type(grad)))
     early = rowprop.pick(x.square().sum(1), torch.tensor([1, 5]))
-    late = rowprop.pick(_Nothing.apply(x).sum(1), torch.tensor([2]))
+    late = rowprop.pick(passing(lambda grad: None)(x).sum(1), torch.tensor([2]))
     (early.sum() + late.sum()).backward()
     assert seen == [Tensor] and torch.equal(x.grad.nonzero()[:, 0].unique(), torch.tensor([1, 5]))
 

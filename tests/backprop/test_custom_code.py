@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective
 
 import rowprop
-from picks import ROWS, N, Take, as_indexed, assert_same_gradients, gradients, net, weight
+from picks import ROWS, N, as_indexed, assert_same_gradients, net, saving, weight
 from rowprop.backprop import foreign
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules import registry
@@ -36,38 +38,6 @@ from token_models import IDS, LABELS, LOSSES, Attention, Decoder, Step, assert_a
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-# --- function rules ---------------------------------------------------------------------------------------------------
-
-
-def saving(
-    forward: Any,
-    backward: Any,
-    *,
-    save: Any = lambda *args: args,
-    boxed: bool = False,
-    base: Any = torch.autograd.Function,
-) -> Any:
-    """A fresh function, whose ``backward`` is called with what is saved of its arguments and with the gradients."""
-
-    class Saving(base):
-        boxed_grads_call = boxed
-        given: list[Tensor] = []  # noqa: RUF012
-
-        @staticmethod
-        def forward(ctx, *args):
-            ctx.save_for_backward(*save(*args))
-            return forward(*args)
-
-        @staticmethod
-        def backward(ctx, *grads):
-            grads = grads[0] if boxed else grads
-            assert all(type(g) is Tensor for g in grads)
-            Saving.given.append(grads[0])
-            return backward(*ctx.saved_tensors, *grads)
-
-    return Saving
 
 
 def scaled(**options: Any) -> Any:
@@ -140,18 +110,6 @@ def test_a_function_has_one_rule(which: Any, monkeypatch: pytest.MonkeyPatch):
     function_rule(which)(scaled_rule)
     with pytest.raises(ValueError, match="has a rule already"):
         function_rule(which)(scaled_rule)
-
-
-def test_picks_of_different_rows_reach_a_rule_as_their_union():
-    x, w, v = net()
-    function = scaled()
-    function_rule(function)(scaled_rule)
-
-    def loss(take: Take) -> Tensor:
-        hidden = function.apply(x @ w, (x @ w).exp())
-        return take((hidden @ v).sum(1), ROWS).mean() + take(hidden.square().sum(1), torch.tensor([4, 7])).sum()
-
-    assert not as_indexed(lambda take: gradients(lambda: loss(take), [w, v])).densified
 
 
 def fail(grad: Tensor) -> None:
@@ -239,9 +197,6 @@ def test_the_hook_on_a_split_goes_with_the_backward(fails: bool, monkeypatch: py
         handle.remove()
     losses[ROWS].sum().backward()
     assert calls == [2]
-
-
-# --- rowwise ----------------------------------------------------------------------------------------------------------
 
 
 class Affine(torch.autograd.Function):
@@ -422,8 +377,6 @@ def test_a_subclass_declares_for_itself():
     assert "custom function" in through(heir.apply).densified
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
 SCALED = declared(scaled(), **PLAIN)
 REGIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {  # of hidden values (N, 4) and a weight (4, 4)
     "plain": lambda h, w: (h @ w).tanh(),
@@ -473,8 +426,6 @@ def test_a_checkpoint_costs_a_full_forward_and_a_sliced_backward(reentrant: bool
     assert flops.total_flops == N * one + len(ROWS) * 3 * one
 
 
-# --- what models wear, and what trainers put around layers ------------------------------------------------------------
-
 Dress = Callable[[Decoder], object]
 
 
@@ -498,53 +449,13 @@ def by_layer(**options: Any) -> Dress:
     return lambda model: setattr(model, "through", lambda *given: checkpoint(*given, **options))
 
 
-def products_saved() -> Any:
-    """A selective checkpoint keeps the results of matrix products and attention."""
-    saved = {"addmm", "mm", "_scaled_dot_product_flash_attention_for_cpu"}
-
-    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = str(op).removeprefix("aten.").partition(".")[0]
-        return CheckpointPolicy.MUST_SAVE if name in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-class Checkpointed(nn.Module):
-    """One module, run again by a reentrant checkpoint."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, h: Tensor) -> Tensor:
-        return checkpoint(self.inner, h, use_reentrant=True)
-
-
-def parts_checkpointed(model: Decoder) -> None:
-    for block in model.blocks:
-        block.mlp = Checkpointed(block.mlp)
-    model.head = Checkpointed(model.head)
-
-
-class Adapter(nn.Module):
-    """A frozen layer beside two small ones (LoRA)."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner
-        self.down = nn.Linear(inner.in_features, 3, bias=False, dtype=torch.float64)
-        self.up = nn.Linear(3, inner.out_features, bias=False, dtype=torch.float64)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.inner(h) + 2 * self.up(self.down(h))
-
-
 def adapted(model: Decoder) -> None:
+    """Frozen layers beside small ones (LoRA)."""
     model.requires_grad_(False)
-    for block in model.blocks:
-        block.qkv[0], block.mlp[2] = Adapter(block.qkv[0]), Adapter(block.mlp[2])
-        for adapter in (block.qkv[0], block.mlp[2]):
-            adapter.requires_grad_(True).inner.requires_grad_(False)
+    for layer in (layer for block in model.blocks for layer in (block.qkv[0], block.mlp[2])):
+        small = nn.Linear(layer.in_features, 3, bias=False), nn.Linear(3, layer.out_features, bias=False)
+        layer.small = nn.Sequential(*small).double()
+        layer.register_forward_hook(lambda m, args, out: out + 2 * m.small(args[0]))
 
 
 def adapted_and_checkpointed(reentrant: bool) -> Dress:
@@ -652,11 +563,12 @@ def functional(take: Callable[[Tensor], Tensor], attention: Attention) -> list[T
     return list(torch.autograd.grad(take(LOSSES["flat"](logits, LABELS)).mean(), list(params.values())))
 
 
+aten = torch.ops.aten
+PRODUCTS = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
 COMPANY: dict[str, Step] = {
     "checkpoints": dressed(by_layer(use_reentrant=False)),
     "reentrant checkpoints": dressed(by_layer(use_reentrant=True)),
-    "selective checkpoints": dressed(by_layer(use_reentrant=False, context_fn=products_saved)),
-    "checkpoints of modules": dressed(parts_checkpointed),
+    "selective checkpoints": dressed(by_layer(use_reentrant=False, context_fn=partial(selective, PRODUCTS))),
     "offloaded": dressed(context=offloaded),
     "offloaded checkpoints": dressed(by_layer(use_reentrant=False), save_on_cpu),
     "saved tensors' hooks disabled": dressed(context=lambda: disable_saved_tensors_hooks("no")),
@@ -699,8 +611,6 @@ def test_what_models_wear_stays_sliced(name: str, way: str):
         report = assert_as_dense(way, COMPANY[name], tolerance=1e-11)
         assert way == "exact" or (not report.densified and bool(report.cut) == (name != "the head alone")), report
 
-
-# --- torch.func and forward mode: plain indexing ----------------------------------------------------------------------
 
 W = torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6)
 X = torch.linspace(-2, 3, 6 * N, dtype=torch.float64).view(N, 6).sin()

@@ -22,7 +22,7 @@ import laws
 import rowprop
 import zoo
 from accelerator import name_of, reads
-from picks import Take, indexed
+from picks import Applied, Take, indexed
 from rowprop import RandomRows, SelectiveBackprop, TopK
 from rowprop.backprop import rows as rows_module
 from rowprop.backprop.rowgrad import RowGrad
@@ -32,6 +32,7 @@ from rowprop.history import LossHistory
 from rowprop.selection import LossMass
 from rowprop.step import selective
 from rowprop.step.record import Record
+from token_models import VOCABULARY, Decoder, T, attend
 
 N = 12
 pytestmark = pytest.mark.usefixtures("as_accelerator", "capturing")
@@ -77,24 +78,8 @@ class Graph(TorchDispatchMode):
                     held.copy_(made)
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.norm, self.qkv, self.out, self.head = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return self.head((x + self.out(attended)).mean(1))
-
-
 def tokens() -> Tensor:
-    return torch.randint(11, (N, 5))
+    return torch.randint(VOCABULARY, (N, T))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -106,8 +91,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Sequential(nn.Conv2d(2, 4, 5), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)),
         lambda: torch.randn(N, 2, 6, 6),
     ),
-    "transformer": (Transformer, tokens),
-    "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6), nn.Flatten(), nn.Tanh(), nn.Linear(30, 3)), tokens),
+    "transformer": (lambda: Applied(lambda decoder, x: decoder(x).mean(1)[:, :3], Decoder(packed=True)), tokens),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(VOCABULARY, 6), nn.Flatten(), nn.Tanh(), nn.Linear(6 * T, 3)),
+        tokens,
+    ),
 }
 
 
@@ -200,8 +188,6 @@ def check_gradients(
     return report
 
 
-# --- what a graph can hold --------------------------------------------------------------------------------------------
-
 FORWARD_READS = {"nn_transformer", "experts_index_add", "experts_index_put", "experts_tokens"}
 """Models whose own forward reads: torch asks a mask whether it is causal, and tokens are routed by masks."""
 
@@ -227,26 +213,17 @@ def test_a_replay_has_the_gradient_of_plain_indexing_in_every_model_of_the_zoo(e
     check_gradients(gradients, rows, [[1, 6], [0, 3]], renew)
 
 
-class Tokens(Transformer):
-    """Scores of each token: without attention, or with it."""
-
-    def forward(self, tokens: Tensor, attends: bool = True) -> Tensor:
-        x = self.embedding(tokens)
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True) if attends else q * k.tanh() + v
-        return self.head(x + self.out(mixed.transpose(1, 2).flatten(2)))
-
-
 @pytest.mark.parametrize("attends", [False, True])
 def test_a_replay_of_tokens_has_the_gradient_of_plain_indexing_on_other_tokens(attends: bool):
     # Red when: places of tokens are read on the host, or those of the capture are kept. The CPU's attention would have
     # to count kept tokens, and densifies; CUDA's takes all of them.
     torch.manual_seed(0)
-    model, batch, index = Tokens().double(), tokens(), torch.tensor([3, 17, 18, 40])
+    model, batch, index = Decoder(packed=True), tokens(), torch.tensor([3, 17, 18, 40])
+    attention = attend if attends else lambda q, k, v: q * k.tanh() + v
 
     def gradients(take: Take) -> list[Tensor | None]:
         model.zero_grad()
-        take(model(batch, attends).square().sum(-1).flatten(), index).mean().backward()
+        take(model(batch, attention).square().sum(-1).flatten(), index).mean().backward()
         return [parameter.grad for parameter in model.parameters()]
 
     others = [[0, 59, 30, 31], [7, 7, 12, 25]]
@@ -339,9 +316,6 @@ def test_an_op_that_would_have_to_look_densifies_in_a_capture():
     others = [[3, 7, 11], [4, 5, 6]]
     report = check_gradients(gradients, rows, others, lambda: logits.data.copy_(torch.randn_like(logits)))
     assert report.densified.keys() == {"_ctc_loss_backward"}
-
-
-# --- what it cannot ---------------------------------------------------------------------------------------------------
 
 
 def test_a_capture_refuses_what_reads():

@@ -17,7 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import rowprop
-from picks import HOOKS, ROWS, SCALING, N, Take, as_indexed, assert_same_gradients, chain, gradients, net, weight
+from picks import (
+    HOOKS,
+    ROWS,
+    SCALING,
+    N,
+    Take,
+    as_indexed,
+    assert_same_gradients,
+    chain,
+    gradients,
+    net,
+    passing,
+    weight,
+)
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
@@ -29,8 +42,6 @@ from rowprop.selection.base import Selection
 def _seed():
     torch.manual_seed(0)
 
-
-# --- what rows may be -------------------------------------------------------------------------------------------------
 
 AS_TENSORS = [[3], [5, 0, 2], [2, 2, 7, 2], [-1, 0, -8], [4, 6, 5, 7, 0, 3, 1, 2], [*range(N)], [*range(N), 0, 1]]
 KINDS: dict[str, tuple[Any, Any]] = {  # rows, and what plain indexing takes in their place
@@ -141,9 +152,6 @@ def test_the_result_has_the_strides_of_plain_indexing(x: Tensor, rows: Callable[
     assert found[0][0] == found[1][0] and all(map(torch.equal, found[0][1:], found[1][1:]))
 
 
-# --- where it stands: anywhere, beside other picks and dense terms ----------------------------------------------------
-
-
 def wide(x: Tensor, w: Tensor) -> Tensor:
     """Hidden values (N, 5, 4) of as many tokens as the rows have entries."""
     return (x.flatten().unsqueeze(1) * w[:1]).view(N, 5, 4).exp()
@@ -218,9 +226,6 @@ def test_rows_left_out_cannot_poison_the_gradient():
     assert torch.isfinite(x.grad).all()
 
 
-# --- leaves and returned gradients ------------------------------------------------------------------------------------
-
-
 def test_leaves_with_a_gradient_per_row_get_plain_ones():
     scale, x, w, transposed, picked = weight(N, 1), weight(N, 5), weight(5, 4), weight(5, N), weight(N)
     assert_same_gradients(lambda: ((x * scale + transposed.t()) @ w).square().sum(1), [scale, x, w, transposed])
@@ -248,8 +253,6 @@ def test_a_returned_gradient_leaves_others_of_the_same_sliced():
     report = as_indexed(lambda take: torch.autograd.grad(take((leaf + x @ w).exp().sum(1), ROWS).sum(), [leaf, w]))
     assert report.sliced["mm"] == 1 and not report.densified
 
-
-# --- hooks ------------------------------------------------------------------------------------------------------------
 
 SOME_TOKENS = torch.rand(N, 5, generator=torch.Generator().manual_seed(2)) < 0.3
 
@@ -328,22 +331,6 @@ def test_a_hook_that_writes_in_place_leaves_the_callers_gradient_alone():
     assert torch.equal(given, torch.ones_like(given))
 
 
-# --- custom functions -------------------------------------------------------------------------------------------------
-
-
-class Custom(torch.autograd.Function):
-    how: Callable[[Tensor], Tensor]
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        assert type(grad) is Tensor
-        return Custom.how(grad)
-
-
 CUSTOM: dict[str, Callable[[Tensor], Tensor]] = {
     "numpy": lambda g: torch.from_numpy(np.cos(g.numpy())),
     "in place": lambda g: g.mul_(2).add_(1),
@@ -354,38 +341,26 @@ CUSTOM: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("how", CUSTOM.values(), ids=CUSTOM)
 def test_custom_functions_receive_a_dense_gradient(how: Callable[[Tensor], Tensor]):
-    x, w, v = net()
-    Custom.how = staticmethod(how)
-    report = assert_same_gradients(lambda: (Custom.apply(x @ w) @ v).square().sum(1), [w, v])
+    (x, w, v), custom = net(), passing(how)
+    report = assert_same_gradients(lambda: (custom(x @ w) @ v).square().sum(1), [w, v])
     assert "custom function" in report.densified
-    assert_same_gradients(lambda: Custom.apply(chain(x, w, v)), [w, v])  # right before the pick
-
-
-# --- nothing stays behind ---------------------------------------------------------------------------------------------
+    assert_same_gradients(lambda: custom(chain(x, w, v)), [w, v])  # right before the pick
 
 
 @pytest.mark.usefixtures("quick_collections")
 def test_nothing_outlives_the_backward():
     x, w, v = net()
-    kept = []
 
-    def step() -> None:
-        rows, hidden = ROWS.clone(), (x @ w).tanh()
-        kept.extend([weakref.ref(hidden), weakref.ref(rows)])
+    def step() -> tuple[Tensor, list[Any]]:
+        rows, inputs = ROWS.clone(), x.clone()
+        hidden = (inputs @ w).tanh()
         loss = rowprop.pick((hidden @ v).sum(1), rows).sum() + rowprop.pick(hidden.sum(1), rows + 1).sum()
         loss.backward()
+        return loss, [weakref.ref(rows), weakref.ref(inputs), weakref.ref(hidden)]
 
-    def unfinished() -> Tensor:
-        inputs = x.clone()
-        kept.append(weakref.ref(inputs))
-        loss = rowprop.pick(chain(inputs, w, v), ROWS).sum()
-        loss.backward()
-        return loss
-
-    loss = unfinished()  # and is still alive
-    step()
+    loss, held = step()  # the loss, and with it its graph, is still alive
     gc.collect()
-    assert loss.grad_fn is not None and all(ref() is None for ref in kept)
+    assert loss.grad_fn is not None and all(ref() is None for ref in held)
     assert not any(type(o) in (RowGrad, RowSlice) for o in gc.get_objects())
 
 
@@ -394,8 +369,7 @@ def test_hooks_of_one_backward_are_gone_in_the_next():
     x, w, v = net()
     per_row = weight(N, 4)
     per_row.register_hook(lambda g: None)
-    Custom.how = staticmethod(lambda g: g)
-    losses = (Custom.apply(x @ w + per_row) @ v).sum(1)
+    losses = (passing(lambda g: g)(x @ w + per_row) @ v).sum(1)
     for _ in range(3):
         with rowprop.watch() as report:
             rowprop.pick(losses, ROWS).sum().backward(retain_graph=True)
@@ -403,9 +377,6 @@ def test_hooks_of_one_backward_are_gone_in_the_next():
         gc.collect()
         functions = [o.__qualname__ for o in gc.get_objects() if type(o) is types.FunctionType]
         assert functions and not any(name.startswith("_densify_output.") for name in functions)
-
-
-# --- the door ---------------------------------------------------------------------------------------------------------
 
 
 def jagged(x: Tensor) -> Tensor:
@@ -443,10 +414,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     (np.arange(2.0), f"dtype torch.float64 {INDICES}"),
     ([0, N], f"rows holds the index {N} but input has {N} rows"),
     (range(-N - 1, 0), f"rows holds the index -{N + 1} but input has {N} rows"),
-    (torch.tensor([0, 8]), "rows holds the index 8 but input has 8 rows"),
-    (torch.tensor([-9, 1]), "rows holds the index -9 but input has 8 rows"),
     ([True], r"the mask has the shape \(1,\) but input has the shape \(8,"),
-    (ALL[:5], r"the mask has the shape \(5,\) but input has the shape \(8,"),
     (ALL[:, None], r"the mask has the shape \(8, 1\) but input has the"),
     (torch.where(ALL), r"rows is a tuple \(tuple\), which .*; pass `list\(rows\)`, or `rows\[0\]` of torch.where"),
     (torch.ones(N).topk(2), r"rows is a tuple \(topk\), which .*; pass its `\.indices`\.$"),

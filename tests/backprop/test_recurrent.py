@@ -28,11 +28,7 @@ def layer(kind: str, batch_first: bool, **options: Any) -> nn.RNNBase:
 
 
 def compare(
-    losses_of: Callable[..., Tensor],
-    shapes: list[tuple[int, ...]],
-    model: nn.Module,
-    rows: list[int],
-    beside: Callable[[], Any] = lambda: 0.0,
+    losses_of: Callable[..., Tensor], shapes: list[tuple[int, ...]], model: nn.Module, rows: list[int]
 ) -> tuple[Report, int, int]:
     """``pick`` gives the gradients of plain indexing; its report, and the FLOPs of its backward and of all rows'."""
     torch.manual_seed(1)
@@ -40,7 +36,7 @@ def compare(
     flops: list[int] = []
 
     def step(take: Any) -> list[Tensor]:
-        loss = take(losses_of(*[x * 1 for x in inputs]), torch.tensor(rows)).sum() + beside()
+        loss = take(losses_of(*[x * 1 for x in inputs]), torch.tensor(rows)).sum()
         with count_flops() as counted:
             found = torch.autograd.grad(loss, [*inputs, *model.parameters()])
         flops.append(counted.total_flops)
@@ -103,12 +99,18 @@ def in_different_places(lstm: nn.RNNBase, x: Tensor) -> Tensor:
     return per_row(y.view(T, N, N, H).transpose(0, 1), h.view(N, N, H).transpose(0, 1))
 
 
+def of_all_states(lstm: nn.RNNBase, x: Tensor) -> Tensor:
+    y, (h, _) = lstm(x.transpose(0, 1))
+    return per_row(y.transpose(0, 1)) + h.exp().sum()
+
+
 # Losses of a layer with time in front, the shape of its input, and whether it runs at the kept rows; None: not told.
 USES: dict[str, tuple[Callable[[nn.RNNBase, Tensor], Tensor], tuple[int, ...], bool | None]] = {
     "the output alone": (lambda lstm, x: per_row(lstm(x.transpose(0, 1))[0].transpose(0, 1)), (N, T, C), True),
     "the last state alone": (lambda lstm, x: per_row(lstm(x.transpose(0, 1))[1][0][0]), (N, T, C), True),
     "the last cell alone": (lambda lstm, x: per_row(lstm(x.transpose(0, 1))[1][1][0]), (N, T, C), True),
     "several sequences per row": (merged, (N, 2, T, 3, C), True),
+    "a state that all rows need": (of_all_states, (N, T, C), False),
     "steps as rows": (lambda lstm, x: per_row(lstm(x)[0]), (N, T, C), False),
     "rows in different places of the batch": (in_different_places, (T, N, N, C), False),
     "packed, of equal lengths": (packed([5] * 6), (N, T, C), None),
@@ -122,18 +124,6 @@ def test_what_is_made_of_a_layer(use: str):
     lstm = layer("LSTM", False)
     report, _, _ = compare(lambda x: losses_of(lstm, x), [shape], lstm, [1, 4])
     assert sliced is None or (FUSED in report.densified) != sliced == (FUSED in report.sliced), str(report)
-
-
-def test_a_state_that_all_rows_need_is_dense():
-    lstm, states = layer("LSTM", True), list[Tensor]()
-
-    def losses_of(x: Tensor) -> Tensor:
-        y, (h, _) = lstm(x)
-        states.append(h)
-        return per_row(y)
-
-    report, _, _ = compare(losses_of, [(N, T, C)], lstm, [1, 4], lambda: states[-1].exp().sum())
-    assert FUSED in report.densified
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with bfloat16: torch's LSTM")

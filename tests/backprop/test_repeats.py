@@ -99,9 +99,6 @@ def test_nothing_is_read_where_rows_may_repeat(shape: tuple[int, ...], layout: L
         assert out.values.shape == g.values.shape
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
 class Attention(nn.Module):
     """A layer below attention with dropout in the kernel, whose mask depends on a row's place among all N."""
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
-from picks import as_indexed, assert_same_gradients, gradients
+from picks import Applied, as_indexed, assert_same_gradients, gradients
 from rowprop import host
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rowgrad import RowGrad
@@ -54,9 +54,6 @@ WAYS = pytest.mark.parametrize("way", ["exact", "cut"])
 ON_A_DEVICE = pytest.mark.parametrize("on_a_device", [False, True])  # there, a rule may not look at the indices
 
 
-# --- every rule's case, with a loss for each entry of the first two dimensions ----------------------------------------
-
-
 def token_losses(name: str) -> tuple[Tensor, list[Tensor]]:
     """Losses (N * T,) of a rule's case and the leaves that they depend on."""
     shape, f, params = CASES[name]
@@ -84,8 +81,6 @@ def test_every_rule_gives_the_dense_gradient_of_tokens(name: str, repeats: bool)
     as_indexed(step, rtol=1e-9, atol=1e-11, batchnorm="exact")
 
 
-# --- positions that move ----------------------------------------------------------------------------------------------
-
 CHOSEN = torch.tensor([3, 0, 0, 1])
 OF_EACH = torch.randint(0, 4, (40, 3), generator=torch.Generator().manual_seed(2))
 MOVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (40, 4, 6) and the parameter p (1, 3, 6) to (N, T, 6)
@@ -102,6 +97,7 @@ MOVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (40, 4, 6) and the p
     "the last token of each": lambda x, p: x[torch.arange(40), OF_EACH[:, 0]],
     "the last token of each, from behind": lambda x, p: x[torch.arange(40), OF_EACH[:, 0] - 4],
     "one token left": lambda x, p: x[:, 2:3],
+    "one token left, in whole rows": lambda x, p: x[:, 2:3].cumsum(1),
     "without the class token": lambda x, p: x[:, 1:],
     "every other": lambda x, p: x[:, ::2],
     "narrowed": lambda x, p: x.narrow(1, 1, 2),
@@ -289,15 +285,6 @@ def test_ops_of_a_gradient_of_tokens(name: str, index: list[int]):
     torch.testing.assert_close(actual, OPS[name](dense), rtol=1e-12, atol=1e-12)
 
 
-def test_one_token_of_each_row_stands_for_its_row():
-    # Red when: a part of one entry stays a part: ops that take whole rows would look for them again.
-    rows = RowSet(torch.tensor([13, 14]), 160, unique=True, batchnorm="rows")
-    g = RowSlice(torch.ones(2, 2, 1, 5), rows, Layout(0, 160, minor=(Part(2, 4),)), (40, 2, 4, 5))
-    token = g.renumbered(2, 1, Affine(offset=-1))  # the slice [:, :, 1:2]
-    assert token.layout == Layout(0, 40) and token.shape == (40, 2, 1, 5)
-    assert token.dense().sum((1, 2, 3)).nonzero().squeeze(1).tolist() == [3]
-
-
 def test_a_sum_over_a_part_of_the_rows_keeps_the_others():
     # Red when: as many entries as tokens are taken for all tokens, though these are both experts of half the tokens.
     rows = RowSet(torch.arange(4, 12), 16, unique=True, batchnorm="rows")
@@ -306,9 +293,6 @@ def test_a_sum_over_a_part_of_the_rows_keeps_the_others():
         total = aten.sum.dim_IntList(RowGrad(g), [1])
     assert isinstance(total, RowGrad) and isinstance(total.sliced, RowSlice) and total.sliced.rows.kept == 4
     assert total.plain().tolist() == [0, 0, 3, 7, 11, 15, 0, 0]
-
-
-# --- a decoder --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -421,8 +405,6 @@ def test_the_backward_costs_the_kept_tokens(mask: str, written: str):
     exact = flops_of(model, lambda x: rowprop.pick(x, kept), attention)
     assert exact <= 1.03 * (at_kept + at_all + between)
 
-
-# --- attention of every form ------------------------------------------------------------------------------------------
 
 CAUSAL = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
 SLOPES = -torch.rand(HEADS, 1, T, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -553,17 +535,19 @@ def test_tokens_that_repeat_and_losses_that_have_time_in_front(attention: Attent
     assert largest_difference(actual, expected) < 1e-12 and (way == "exact" or not report.densified)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @WAYS
-# Red when: time in front is not followed through the projections and the heads.
-def test_torchs_own_module_of_attention(batch_first: bool, way: str):
+# Red when: time in front is not followed through the projections and the heads; a product takes tokens that were
+# flattened as (T, N) for positions of two dimensions: it densifies, and attention is not cut.
+def test_torchs_own_module_of_attention(way: str, batch_first: bool, fused: bool):
     torch.manual_seed(0)
     module, first = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first).double(), nn.Linear(WIDTH, WIDTH)
     x, parameters = randn(N, T, WIDTH), [*first.double().parameters(), *module.parameters()]
 
     def of_torch(h: Tensor) -> Tensor:
         h = h if batch_first else h.transpose(0, 1)
-        h = module(h, h, h, need_weights=True, attn_mask=CAUSAL)[0]
+        h = module(h, h, h, need_weights=not fused, attn_mask=CAUSAL, is_causal=True)[0]
         return h if batch_first else h.transpose(0, 1)
 
     def written(h: Tensor, attention: Attention) -> Tensor:
@@ -579,33 +563,7 @@ def test_torchs_own_module_of_attention(batch_first: bool, way: str):
     its_own: Attention = lambda *qkv: qkv  # noqa: E731
     dense = cut_attention(QUARTER, products) if way == "cut" else products
     report = assert_as_dense(way, step, QUARTER, its_own, dense)
-    assert way == "exact" or (report.cut == {"bmm": 2} and not report.densified)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_torchs_own_encoder_has_time_in_front(batch_first: bool, monkeypatch: pytest.MonkeyPatch):
-    # Red when: a product takes tokens that were flattened as (T, N) for positions of two dimensions: it densifies, and
-    # attention is not cut.
-    def step(take: Take, attention: Attention) -> list[Tensor]:
-        def instead(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-            with monkeypatch.context() as plain:
-                plain.setattr(F, "scaled_dot_product_attention", sdpa)
-                return attention(q, k, v)
-
-        torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0, batch_first=batch_first, norm_first=True)
-        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
-        x, causal = randn(N, T, WIDTH), nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64)
-        with monkeypatch.context() as layers:
-            layers.setattr(F, "scaled_dot_product_attention", instead)
-            out = model(x if batch_first else x.transpose(0, 1), mask=causal, is_causal=True)
-        losses = out.square().sum(-1)
-        take(losses if batch_first else losses.t()).mean().backward()
-        return gradients_of(model)
-
-    assert_as_dense("exact", step, tolerance=1e-11)
-    report = assert_as_dense("cut", step, tolerance=1e-11)
-    assert not report.densified and sum(report.cut.values()) == 2
+    assert way == "exact" or (report.cut == ({FUSED: 1} if fused else {"bmm": 2}) and not report.densified)
 
 
 def test_scores_are_cut_where_values_take_no_gradient():
@@ -669,8 +627,6 @@ def test_a_mask_of_kept_queries_takes_no_more_memory_than_all_queries():
         as_indexed(step)
     assert len(masks.sizes) > 1 and max(masks.sizes) <= leaves[0].numel()
 
-
-# --- the company that a training loop keeps ---------------------------------------------------------------------------
 
 SCALES = {"scaled": lambda g: g * 2, "scaled in place": lambda g: (g.mul_(0.5), None)[1]}
 READS = {
@@ -739,22 +695,6 @@ def test_autocast_with_a_scaler_and_clipping(way: str, dtype: torch.dtype, reent
     assert way == "exact" or not report.densified
 
 
-@WAYS
-def test_the_graph_is_used_again_and_gradients_add_up(way: str):
-    # Red when: what a backward remembers of its rows outlives it.
-    def step(take: Take, attention: Attention) -> list[Tensor]:
-        model = Decoder(packed=True)
-        loss = take(LOSSES["flat"](model(IDS, attention=attention), LABELS)).mean()
-        loss.backward(retain_graph=True)
-        once = [g.clone() for g in gradients_of(model)]
-        loss.backward()
-        torch.testing.assert_close(gradients_of(model), [2 * g for g in once])
-        take(LOSSES["classes second"](model(LABELS, attention=attention), IDS)).mean().backward()
-        return gradients_of(model)
-
-    assert_as_dense(way, step, tolerance=1e-11)
-
-
 @pytest.mark.parametrize("ways", [("exact", "exact"), ("cut", "cut"), ("exact", "cut"), ("cut", "exact")], ids=str)
 def test_two_masks_of_one_graph_meet_as_their_union(ways: tuple[Any, Any]):
     # Red when: the union of two cut picks is exact, or that of an exact and a cut one is cut.
@@ -819,8 +759,6 @@ def test_what_is_seen_beside_the_gradients(way: str):
 
     assert_as_dense(way, step)
 
-
-# --- masks and losses of every kind -----------------------------------------------------------------------------------
 
 Made = Callable[[], tuple[Tensor, list[Tensor]]]
 
@@ -917,26 +855,15 @@ def test_a_selection_or_a_mask_of_flattened_scores_takes_tokens():
     assert torch.equal(rowprop.pick(x[0, :2], [[True] * 3 + [False] * 2] * 2), x[0, :2, :3].flatten())  # a nested list
 
 
-# --- pixels -----------------------------------------------------------------------------------------------------------
-
-
-class Segmenter(nn.Module):
+def segmenter(last: nn.Module) -> nn.ModuleDict:
     """A convolution, BatchNorm, and a head of 1 x 1 convolutions: logits (N, 5, 8, 8) of images (N, 3, 8, 8)."""
-
-    def __init__(self, last: nn.Module):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.head = nn.Sequential(
-            nn.Conv2d(8, 8, 1, groups=2), nn.BatchNorm2d(8).eval(), nn.GELU(), nn.Dropout2d(), last
-        )
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    head = nn.Conv2d(8, 8, 1, groups=2), nn.BatchNorm2d(8).eval(), nn.GELU(), nn.Dropout2d(), last
+    return nn.ModuleDict({"body": body, "head": nn.Sequential(*head)}).double()
 
 
-def segmented(model: Segmenter, kept: Tensor, head: bool) -> tuple[Report, list[int]]:
+def segmented(model: nn.ModuleDict, kept: Tensor, head: bool) -> tuple[Report, list[int]]:
     """The report of a backward, and the FLOPs of the convolutions of the head, or of all: by indexing, by pick."""
     torch.manual_seed(3)
     x, labels = torch.randn(6, 3, 8, 8).double(), torch.randint(0, 5, (6, 8, 8))
@@ -944,8 +871,8 @@ def segmented(model: Segmenter, kept: Tensor, head: bool) -> tuple[Report, list[
 
     def step(take: Any) -> list[Tensor | None]:
         torch.manual_seed(4)  # for dropout
-        features = model.body(x).detach().requires_grad_() if head else model.body(x)
-        losses = F.cross_entropy(model.head(features), labels, reduction="none", ignore_index=2)
+        features = model["body"](x).detach().requires_grad_() if head else model["body"](x)
+        losses = F.cross_entropy(model["head"](features), labels, reduction="none", ignore_index=2)
         with count_flops() as counted:
             found = gradients(lambda: take(losses, kept).mean(), list(model.parameters()))
         flops.append(counted.total_flops)
@@ -963,17 +890,8 @@ LAST: dict[str, Callable[[], nn.Module]] = {
     "a convolution": lambda: nn.Conv2d(8, 5, 1),
     "a transposed one": lambda: nn.ConvTranspose2d(8, 5, 1),
     "channels last": lambda: nn.Conv2d(8, 5, 1).to(memory_format=torch.channels_last),
-    "linear": lambda: nn.Sequential(Permuted(0, 2, 3, 1), nn.Linear(8, 5), Permuted(0, 3, 1, 2)),
+    "linear": lambda: Applied(lambda layer, x: layer(x.movedim(1, -1)).movedim(-1, 1), nn.Linear(8, 5)),
 }
-
-
-class Permuted(nn.Module):
-    def __init__(self, *order: int):
-        super().__init__()
-        self.order = order
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.permute(self.order)
 
 
 @pytest.mark.parametrize("pixels", PIXELS)
@@ -981,7 +899,7 @@ class Permuted(nn.Module):
 # Red when: a kernel of several positions is taken for one of a single position (stride, padding or size is not asked
 # for), or BatchNorm in training mode for one with running statistics.
 def test_a_head_of_one_by_one_convolutions_runs_at_the_kept_pixels(last: str, pixels: str):
-    model, kept = Segmenter(LAST[last]()), PIXELS[pixels]
+    model, kept = segmenter(LAST[last]()), PIXELS[pixels]
     report, _ = segmented(model, kept, head=False)
     reasons = {entry.reason for entry in report.densified.values()}
     assert pixels != "hard ones" or reasons == {"the op mixes positions, and some are kept of every row"}
@@ -1034,9 +952,6 @@ def test_the_sliced_engine_hands_its_attention_to_pick(way: Any):
     assert largest_difference(actual, expected) < 1e-12
 
 
-# --- a batch of one sequence, as packed batches of trainers are -------------------------------------------------------
-
-
 @pytest.mark.parametrize("written", ["causal", "segments", "products"])
 def test_one_packed_sequence_keeps_its_tokens_sliced(written: str):
     # Red when: a batch of one sequence is densified at its attention, or a product of attention that sums over the kept
@@ -1084,8 +999,6 @@ def test_losses_with_classes_second_of_one_packed_row(shape: tuple[int, ...], sm
 
     assert not as_indexed(step).densified and flops[1] <= (mask.double().mean() + 0.02) * flops[0]
 
-
-# --- where tokens meet rows, or places --------------------------------------------------------------------------------
 
 MASK = torch.zeros(6, 4, dtype=torch.bool)
 MASK[1, 2] = MASK[3, 0] = MASK[3, 1] = True

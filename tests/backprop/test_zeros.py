@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
+from picks import Applied, passing
 from rowprop.backprop.rows import RowSet
 from rowprop.backprop.zeros import MOST
 from rowprop.cost.flops import count_flops
@@ -68,8 +69,6 @@ def skipped(
     check_equal(expected, actual)
     return handle, cost, full
 
-
-# --- every pattern of zeros, beside pick with the same mask -----------------------------------------------------------
 
 SOME = torch.zeros(N, T, dtype=torch.bool)
 SOME[1], SOME[4, 8:11] = True, True
@@ -156,9 +155,6 @@ def test_what_has_no_tokens_comes_back_itself(x: Tensor):
     assert type(grad) is Tensor and torch.equal(grad, 2 * below)
 
 
-# --- a module's output ------------------------------------------------------------------------------------------------
-
-
 class Pair(NamedTuple):
     logits: Tensor
     extra: Tensor
@@ -170,19 +166,6 @@ class Output:
     loss: Tensor | None = None
 
 
-class Watched(torch.autograd.Function):
-    """Runs a function on its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.change = change
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.change(grad), None
-
-
 FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "a tensor": (lambda t: t, lambda out: out),
     "a tuple": (lambda t: (t, None), lambda out: out[0]),
@@ -192,17 +175,6 @@ FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "a split": (lambda t: t.split(3, 1), lambda out: torch.cat(out, 1)),
     "a split, of which one part is used": (lambda t: t.split(3, 1), lambda out: out[0]),
 }
-
-
-class Applied(nn.Module):
-    """What a function makes of the outputs of modules."""
-
-    def __init__(self, make: Callable[..., Any], *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.make = nn.ModuleList(inner), make
-
-    def forward(self, *given: Tensor) -> Any:
-        return self.make(*self.inner, *given)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -231,18 +203,18 @@ class Language(nn.Module):
 class DistributedDataParallel(nn.Module):
     """A stand-in: it is known by its name."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.module = module
+        self.module = Language()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x)
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, DistributedDataParallel])
-def test_a_language_model_has_its_head_found_and_its_tokens(wrap: Callable[[nn.Module], nn.Module]):
+@pytest.mark.parametrize("kind", [Language, DistributedDataParallel])
+def test_a_language_model_has_its_head_found_and_its_tokens(kind: Callable[[], nn.Module]):
     # Red when: the wrapper hides the head, the hidden states or that its (N, T) are tokens.
-    model = wrap(Language())
+    model = kind()
     handle, cost, full = skipped(model, lambda: (model(IDS) * SOME).sum())
     assert {place.rpartition(".")[2] for place in handle.places} == {"", "head", "base_model"}
     assert (handle.record.unit, handle.record.kept, handle.record.place) == ("token", int(SOME.sum()), "")
@@ -318,8 +290,6 @@ def test_in_evaluation_and_without_gradients_nothing_is_done():
         assert identity(given) is given
 
 
-# --- beside everything else that a backward meets ---------------------------------------------------------------------
-
 REPEATED, FEW = torch.tensor([1, 4, 1, 4, 5]), torch.tensor([0, 2, 4, 6, 8])
 
 
@@ -332,6 +302,12 @@ def differentiated(model: nn.Module, skip: Skip) -> Tensor:
 def autocast(model: nn.Module, skip: Skip) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return of_first(skip(model(X)).float()) * 1024
+
+
+def of_a_kept_graph(model: nn.Module, skip: Skip) -> Tensor:
+    losses = skip(model(X)).square().mean(1)
+    losses[:3].sum().backward(retain_graph=True)
+    return losses[3:5].sum()
 
 
 BESIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Skip], Tensor]]] = {
@@ -347,6 +323,7 @@ BESIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Skip], Tensor]]]
     "a gradient to be differentiated": (mlp, differentiated),
     "BatchNorm": (lambda: mlp(nn.BatchNorm1d(32)), lambda model, skip: of_first(skip(model(X)))),
     "autocast and a scaled loss": (mlp, autocast),
+    "a backward before it": (mlp, of_a_kept_graph),
 }
 
 
@@ -370,15 +347,6 @@ def test_checkpoints(reentrant: bool):
         at = model.blocks[1] if inside else model  # then the hook is inside of the checkpoint
         _, cost, full = skipped(model, lambda model=model: (model(IDS).square().mean(2) * SOME).sum(), at)
         assert inside or cost < full
-
-
-def test_two_backwards_accumulate_and_a_graph_may_be_kept():
-    model, plain = mlp(), mlp()
-    rowprop.skip_zeros(model)
-    losses = model(X).square().mean(1)
-    losses[:3].sum().backward(retain_graph=True)
-    losses[3:5].sum().backward()
-    check_equal(gradient(plain, lambda: of_first(plain(X), 5))[0], [p.grad for p in model.parameters()])
 
 
 def test_under_torch_func():
@@ -433,11 +401,8 @@ def test_the_whole_gradient_is_freed_before_the_backward_goes_on():
 
     below = torch.randn(6, 4, requires_grad=True) * 2.0
     below.register_hook(lambda grad: alive.append(whole[0]() is not None))
-    Watched.apply(rowprop.skip_zeros(below * 1.0), zeros).sum().backward()
+    passing(zeros)(rowprop.skip_zeros(below * 1.0)).sum().backward()
     assert alive == [False]
-
-
-# --- capacity ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("as_accelerator")
@@ -490,9 +455,6 @@ def test_where_nearly_all_are_live_they_go_on_whole():
 def test_what_it_refuses(given: dict[str, Any], message: str):
     with pytest.raises(rowprop.InvalidInput, match=message):
         rowprop.skip_zeros(**{"x": torch.ones(3), **given})
-
-
-# --- find_zeros -------------------------------------------------------------------------------------------------------
 
 
 def found(model: nn.Module, *losses: Callable[[], Tensor]) -> Any:
@@ -607,11 +569,9 @@ def test_nodes_of_a_backward_that_is_done_are_let_go():
     held = list[weakref.ref[Any]]()
 
     def noted(x: Tensor) -> Tensor:
-        def note(grad: Tensor) -> Tensor:
-            return grad
-
-        held.append(weakref.ref(note))
-        return Watched.apply(x, note)
+        out = passing(same)(x)
+        held.append(weakref.ref(out.grad_fn))
+        return out
 
     model = nn.Sequential(nn.Linear(WIDTH, 3), Applied(noted))
     with rowprop.find_zeros(model):
