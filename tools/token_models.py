@@ -14,10 +14,11 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.watch import Report
 
 N, T, VOCABULARY, WIDTH, HEADS = 6, 16, 50, 32, 4
-Take = Callable[[Tensor], Tensor]
+Keep = Callable[[Tensor], Tensor]
+"""What is left of losses: those of the kept tokens, by indexing or by ``pick``."""
 Attention = Callable[..., Tensor]
-Step = Callable[[Take, Attention], list[Tensor]]
-"""Gradients, or other tensors, of a step with the losses that ``take`` leaves and with this attention."""
+Step = Callable[[Keep, Attention], list[Tensor]]
+"""Gradients, or other tensors, of a step with the losses that are kept and with this attention."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def run(model: Decoder, take: Take, losses: str = "flat", **options: Any) -> list[Tensor]:
+def run(model: Decoder, take: Keep, losses: str = "flat", **options: Any) -> list[Tensor]:
     model.zero_grad()
     take(LOSSES[losses](model(IDS, **options), LABELS)).mean().backward()
     return gradients_of(model)
@@ -134,7 +135,7 @@ def assert_as_dense(
 
 
 # (N, T, C) to the same shape: N is large, so few rows are kept.
-BETWEEN: dict[str, Take] = {
+BETWEEN: dict[str, Keep] = {
     "pooled": lambda x: x * x.sum(1, keepdim=True),
     "pooled by a mean": lambda x: x * x.mean(1, keepdim=True),
     "pooled over the batch": lambda x: x * x.mean(0, keepdim=True),

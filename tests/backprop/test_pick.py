@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from picks import (
@@ -347,16 +348,19 @@ def test_custom_functions_receive_a_dense_gradient(how: Callable[[Tensor], Tenso
     assert_same_gradients(lambda: custom(chain(x, w, v)), [w, v])  # right before the pick
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.usefixtures("quick_collections")
-def test_nothing_outlives_the_backward():
+def test_nothing_outlives_the_backward(reentrant: bool):
+    # Red with `get` in the place of `pop` where a reentrant region's caught gradients are handed on.
     x, w, v = net()
 
     def step() -> tuple[Tensor, list[Any]]:
-        rows, inputs = ROWS.clone(), x.clone()
-        hidden = (inputs @ w).tanh()
+        rows, inputs = ROWS.clone(), x.clone().requires_grad_()
+        joined = checkpoint(lambda t: torch.cat([part @ w for part in t.chunk(2)]), inputs, use_reentrant=reentrant)
+        hidden = joined.tanh()
         loss = rowprop.pick((hidden @ v).sum(1), rows).sum() + rowprop.pick(hidden.sum(1), rows + 1).sum()
         loss.backward()
-        return loss, [weakref.ref(rows), weakref.ref(inputs), weakref.ref(hidden)]
+        return loss, [weakref.ref(rows), weakref.ref(hidden)]
 
     loss, held = step()  # the loss, and with it its graph, is still alive
     gc.collect()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picks import as_indexed
+from picks import Take, as_indexed
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
 
@@ -35,7 +35,7 @@ def compare(
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     flops: list[int] = []
 
-    def step(take: Any) -> list[Tensor]:
+    def step(take: Take) -> list[Tensor]:
         loss = take(losses_of(*[x * 1 for x in inputs]), torch.tensor(rows)).sum()
         with count_flops() as counted:
             found = torch.autograd.grad(loss, [*inputs, *model.parameters()])
@@ -132,7 +132,7 @@ def test_what_is_made_of_a_layer(use: str):
 def test_under_autocast(inside: bool):
     lstm = layer("LSTM", True)
 
-    def step(take: Any) -> list[Tensor]:
+    def step(take: Take) -> list[Tensor]:
         torch.manual_seed(1)
         x = torch.randn(N, T, C, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16):

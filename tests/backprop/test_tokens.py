@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
-from picks import Applied, as_indexed, assert_same_gradients, gradients
+from picks import Applied, Take, as_indexed, assert_same_gradients, gradients
 from rowprop import host
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rowgrad import RowGrad
@@ -37,9 +37,9 @@ from token_models import (
     Attention,
     Block,
     Decoder,
+    Keep,
     N,
     T,
-    Take,
     assert_as_dense,
     attend,
     cut_attention,
@@ -73,7 +73,7 @@ def token_losses(name: str) -> tuple[Tensor, list[Tensor]]:
 # Red when: a rule that knows one dimension of rows alone is handed two, a part's index is not the remainder of the
 # flat one, or an operand that broadcasts along one part is taken whole.
 def test_every_rule_gives_the_dense_gradient_of_tokens(name: str, repeats: bool):
-    def step(take: Any) -> list[Tensor | None]:
+    def step(take: Take) -> list[Tensor | None]:
         losses, leaves = token_losses(name)
         index = torch.tensor([1, losses.numel() // 2, losses.numel() - 1] + [1] * repeats)
         return gradients(lambda: take(losses, index).square().sum(), leaves)
@@ -154,7 +154,7 @@ def moved(move: Callable[[Tensor, Tensor], Tensor], index: Tensor, on_a_device: 
     below, above, p = (torch.randn(*s, dtype=torch.float64, generator=made) for s in ((6, 6), (6, 6), (1, 3, 6)))
     leaves, flops = [leaf.requires_grad_() for leaf in (below, above, p)], 0
 
-    def step(take: Any) -> list[Tensor | None]:
+    def step(take: Take) -> list[Tensor | None]:
         nonlocal flops
         losses = (move(x @ below, p).tanh() @ above).square().sum(-1).flatten()
         with count_flops() as counted:
@@ -215,7 +215,7 @@ def test_products_of_sequences_that_heads_lie_between():
     x, w = torch.randn(3, 2, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64).requires_grad_()
     kept = torch.arange(24).view(3, 2, 4) % 5 == 1
 
-    def step(take: Any) -> tuple[Tensor, ...]:
+    def step(take: Take) -> tuple[Tensor, ...]:
         h = (x @ w).tanh().unflatten(3, (2, 3)).permute(0, 3, 1, 2, 4).flatten(0, 2)  # rows, heads and groups are one
         out = (h @ h.mT @ h).unflatten(0, (3, 2, 2)).permute(0, 2, 3, 1, 4).flatten(3)
         return torch.autograd.grad(take(out.square().sum(-1), kept).sum(), w)
@@ -245,7 +245,7 @@ def seen(tensor: Tensor, shape: list[int]) -> Tensor:
     return aten.view(tensor, shape) if isinstance(tensor, RowGrad) else tensor.reshape(shape)
 
 
-OPS: dict[str, Take] = {  # of a gradient (N, H, T, C) of tokens, as formulas call them
+OPS: dict[str, Keep] = {  # of a gradient (N, H, T, C) of tokens, as formulas call them
     "mean over time": lambda g: aten.mean.dim(g, [2]),
     "mean over time, kept": lambda g: aten.mean.dim(g, [2], True),
     "sum over the batch": lambda g: aten.sum.dim_IntList(g, [0, 1]),
@@ -346,7 +346,7 @@ def test_cut_attention_follows_positions_that_move(mask: str, on_a_device: bool,
     model, x = Registers(), torch.randn(N, T, WIDTH, generator=torch.Generator().manual_seed(7)).double()
     kept = {"registers": torch.arange(T).expand(N, T) == 0}.get(mask, MASKS.get(mask, torch.empty(0)))
 
-    def of(take: Take, attention: Callable[[Tensor], Attention]) -> list[Tensor]:
+    def of(take: Keep, attention: Callable[[Tensor], Attention]) -> list[Tensor]:
         model.zero_grad()
         take(model(x, attention, kept)).mean().backward()
         return [p.grad if p.grad is not None else torch.zeros(()) for p in model.parameters()]
@@ -377,7 +377,7 @@ def test_cut_is_exact_where_whole_segments_of_packed_rows_are_kept(mask_dims: in
         assert way == "exact" or not report.densified
 
 
-def flops_of(model: Decoder, take: Take, attention: Attention) -> int:
+def flops_of(model: Decoder, take: Keep, attention: Attention) -> int:
     loss = take(LOSSES["flat"](model(IDS, attention), LABELS)).mean()
     with count_flops() as counted:
         loss.backward()
@@ -555,7 +555,7 @@ def test_torchs_own_module_of_attention(way: str, batch_first: bool, fused: bool
         heads = [part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in projected.chunk(3, -1)]
         return module.out_proj(attention(*heads).transpose(1, 2).flatten(2))
 
-    def step(take: Take, attention: Attention) -> list[Tensor]:
+    def step(take: Keep, attention: Attention) -> list[Tensor]:
         h = first(x).tanh()
         losses = (of_torch(h) if attention is its_own else written(h, attention)).square().mean(-1)
         return list(torch.autograd.grad(take(losses).sum(), parameters))
@@ -589,7 +589,7 @@ OTHERS: dict[str, Attention] = {  # products whose keys are not the sequence's o
 def test_keys_are_known_where_sizes_do_not_tell(written: str):
     model, short = Decoder(packed=False), WIDTH // HEADS
 
-    def step(take: Take, attention: Attention) -> list[Tensor]:
+    def step(take: Keep, attention: Attention) -> list[Tensor]:
         losses = LOSSES["classes second"](model(IDS[:, :short], attention), LABELS[:, :short])
         return list(torch.autograd.grad(take(losses).mean(), list(model.parameters())))
 
@@ -619,7 +619,7 @@ def test_a_mask_of_kept_queries_takes_no_more_memory_than_all_queries():
     leaves = [torch.randn(12, 1, T, 4, dtype=torch.float64).requires_grad_() for _ in range(3)]
     kept = torch.arange(12 * T).view(12, T) % T < T // 2
 
-    def step(take: Any) -> tuple[Tensor, ...]:
+    def step(take: Take) -> tuple[Tensor, ...]:
         losses = F.scaled_dot_product_attention(*leaves, attn_mask=BAND).square().sum((1, 3))
         return torch.autograd.grad(take(losses, kept).sum(), leaves)
 
@@ -645,7 +645,7 @@ def test_below_a_hook_that_reads_attention_is_exact_and_the_report_says_so(name:
     # The queries' gradient is read when attention has been cut, and the others' before.
     cut = {0, 1} if name in SCALES else set[int]() if where in ("out", "stream") else {1}
 
-    def step(take: Take, attention: Attention) -> list[Tensor]:
+    def step(take: Keep, attention: Attention) -> list[Tensor]:
         model = Decoder(packed=False)
 
         def through(block: nn.Module, h: Tensor, _: Any) -> Tensor:
@@ -674,7 +674,7 @@ def test_below_a_hook_that_reads_attention_is_exact_and_the_report_says_so(name:
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_autocast_with_a_scaler_and_clipping(way: str, dtype: torch.dtype, reentrant: bool | None):
     # Red when: kept tokens are gathered in another precision than the forward's, or the scale is applied twice.
-    def step(take: Take, attention: Attention) -> list[Tensor]:
+    def step(take: Keep, attention: Attention) -> list[Tensor]:
         model = Decoder(packed=True).float()
         if reentrant is not None:
             model.through = lambda *given: checkpoint(*given, use_reentrant=reentrant)
@@ -700,7 +700,7 @@ def test_two_masks_of_one_graph_meet_as_their_union(ways: tuple[Any, Any]):
     # Red when: the union of two cut picks is exact, or that of an exact and a cut one is cut.
     others, both_cut = MASKS["prompts"], ways == ("cut", "cut")
 
-    def step(first: Take, second: Take, attention: Attention) -> list[Tensor]:
+    def step(first: Keep, second: Keep, attention: Attention) -> list[Tensor]:
         model = Decoder(packed=True)
         logits = model(IDS, attention=attention)
         entropies = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
@@ -718,7 +718,7 @@ def test_two_masks_of_one_graph_meet_as_their_union(ways: tuple[Any, Any]):
 
 def test_tokens_and_whole_rows_of_one_graph():
     # Red when: tokens and sequences meet without being brought to sequences.
-    def step(take: Any) -> list[Tensor]:
+    def step(take: Take) -> list[Tensor]:
         model = Decoder(packed=True)
         losses = LOSSES["flat"](model(IDS), LABELS)
         (take(losses, QUARTER).mean() + take(losses.mean(1), torch.tensor([1, 3])).square().sum()).backward()
@@ -731,7 +731,7 @@ def test_tokens_and_whole_rows_of_one_graph():
 def test_autograd_grad_returns_plain_tensors_and_cuts_what_it_would(way: str):
     # Red when: a gradient that is returned is made dense for all who share it, as the terms of a residual sum do:
     # attention in the sum's other term is no longer cut.
-    def step(take: Take, attention: Attention) -> list[Tensor]:
+    def step(take: Keep, attention: Attention) -> list[Tensor]:
         model, streams = Decoder(packed=True), list[Tensor]()
         model.through = lambda block, h, attention: (streams.append(h), block(h, attention))[1]
         losses = LOSSES["flat"](model(IDS, attention=attention), LABELS)
@@ -744,7 +744,7 @@ def test_autograd_grad_returns_plain_tensors_and_cuts_what_it_would(way: str):
 @WAYS
 def test_what_is_seen_beside_the_gradients(way: str):
     # Red when: a hook after accumulation, a multi-grad hook or retain_grad() sees anything but a plain gradient.
-    def step(take: Take, attention: Attention) -> list[Tensor]:
+    def step(take: Keep, attention: Attention) -> list[Tensor]:
         model, seen, retained = Decoder(packed=True), dict[Any, Tensor](), list[Tensor]()
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.clone()}))
@@ -763,7 +763,7 @@ def test_what_is_seen_beside_the_gradients(way: str):
 Made = Callable[[], tuple[Tensor, list[Tensor]]]
 
 
-def made(shape: tuple[int, ...], view: Take = lambda losses: losses, dtype: torch.dtype = torch.float64) -> Made:
+def made(shape: tuple[int, ...], view: Keep = lambda losses: losses, dtype: torch.dtype = torch.float64) -> Made:
     """Losses, seen by ``view``, and the leaves below them. With three dimensions, entries of tokens."""
 
     def make() -> tuple[Tensor, list[Tensor]]:
@@ -869,7 +869,7 @@ def segmented(model: nn.ModuleDict, kept: Tensor, head: bool) -> tuple[Report, l
     x, labels = torch.randn(6, 3, 8, 8).double(), torch.randint(0, 5, (6, 8, 8))
     flops: list[int] = []
 
-    def step(take: Any) -> list[Tensor | None]:
+    def step(take: Take) -> list[Tensor | None]:
         torch.manual_seed(4)  # for dropout
         features = model["body"](x).detach().requires_grad_() if head else model["body"](x)
         losses = F.cross_entropy(model["head"](features), labels, reduction="none", ignore_index=2)
@@ -965,7 +965,7 @@ def test_one_packed_sequence_keeps_its_tokens_sliced(written: str):
         "products": lambda q, k, v: (q @ k.mT / 3).masked_fill(~within, -torch.inf).softmax(-1) @ v,
     }[written]
 
-    def step(take: Take, attention: Attention) -> list[Tensor]:
+    def step(take: Keep, attention: Attention) -> list[Tensor]:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in project(x).chunk(3, -1))
         losses = attention(q, k, v).transpose(1, 2).flatten(2).square().sum(-1)
         return list(torch.autograd.grad(take(losses).mean(), list(project.parameters())))
@@ -989,7 +989,7 @@ def test_losses_with_classes_second_of_one_packed_row(shape: tuple[int, ...], sm
     labels.view(-1)[5], mask.view(-1)[:2], weight = -100, True, torch.rand(7, dtype=torch.float64)
     flops: list[int] = []
 
-    def step(take: Any) -> list[Tensor | None]:
+    def step(take: Take) -> list[Tensor | None]:
         logits = model(ids).movedim(-1, 1)
         losses = F.cross_entropy(logits, labels, reduction="none", weight=weight, label_smoothing=smoothing)
         with count_flops() as counted:
@@ -1017,7 +1017,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {  # into (6, 4, 5), through a v
 def test_indexed_writes_through_a_view_under_a_pick_of_tokens(name: str, index: list[int]):
     # The rule takes whole sequences. Red where their values are copied over those of the tokens: with as many tokens as
     # sequences, all at one place in time, the sizes agree and the gradient is another one.
-    def step(take: Any) -> tuple[Tensor, ...]:
+    def step(take: Take) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
         x = randn(6, 4, 5).requires_grad_()
         h = x * 1
@@ -1034,7 +1034,7 @@ def test_a_pick_of_places_meets_a_pick_of_tokens(turned: bool):
     places = torch.zeros(4, 3, dtype=torch.bool)
     places[0, 0] = places[1, 1] = True
 
-    def step(take: Any) -> tuple[Tensor, ...]:
+    def step(take: Take) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
         x = randn(24, 3).requires_grad_()
         h = x * 1
