@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import rowprop
 from picks import ROWS, Take, as_indexed, gradients, indexed, passing
 from rowprop.backprop import backward, foreign, sliced
+from rowprop.backprop.rowgrad import RowGrad
 
 N = 16
 
@@ -166,3 +168,15 @@ def test_a_backward_within_a_backward_and_one_that_fails_leave_nothing():
     with pytest.raises(ValueError, match="stop"):
         rowprop.pick(inner(x).square().sum(1), rows).sum().backward()
     assert not backward._running
+
+
+@pytest.mark.usefixtures("quick_collections")
+def test_a_reentrant_region_leaves_no_gradient_behind():
+    # Red with `get` in the place of `pop` where the caught gradients are handed on.
+    layer, x = nn.Linear(3, 3), torch.randn(N, 3, requires_grad=True)
+
+    for _ in range(3):
+        region = checkpoint(lambda t: torch.cat([layer(part) for part in t.chunk(2)]), x, use_reentrant=True)
+        rowprop.pick(region.square().sum(1), torch.tensor([2, 7, 7])).sum().backward()
+    gc.collect()
+    assert not any(type(found) is RowGrad for found in gc.get_objects())

@@ -351,7 +351,7 @@ def test_custom_functions_receive_a_dense_gradient(how: Callable[[Tensor], Tenso
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.usefixtures("quick_collections")
 def test_nothing_outlives_the_backward(reentrant: bool):
-    # Red with `get` in the place of `pop` where a reentrant region's caught gradients are handed on.
+    # Of a reentrant region, see test_backward.py, too.
     x, w, v = net()
 
     def step() -> tuple[Tensor, list[Any]]:

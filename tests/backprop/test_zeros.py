@@ -149,10 +149,11 @@ def test_what_is_live(row: list[complex]):
 def test_what_has_no_tokens_comes_back_itself(x: Tensor):
     # Red when: the dimensions, or the entries, are not counted before the gradient is hooked.
     below = x.clone().requires_grad_() * 2.0
-    out = rowprop.skip_zeros(below, unit="token")
-    assert out is below
-    (grad,) = torch.autograd.grad(out.square().sum(), below)
-    assert type(grad) is Tensor and torch.equal(grad, 2 * below)
+    module = nn.Identity()
+    handle = rowprop.skip_zeros(module, unit="token")
+    assert rowprop.skip_zeros(below, unit="token") is module(below) is below
+    (grad,) = torch.autograd.grad(below.square().sum(), below)
+    assert type(grad) is Tensor and torch.equal(grad, 2 * below) and handle.record is None
 
 
 class Pair(NamedTuple):
