@@ -12,13 +12,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_tokens
 import torch
 from torch import Tensor, nn
 
 import cuda_cases
 import rowprop
 import rule_cases
+import token_models
 import zoo
 from accelerator import Accelerator, Moving, OnDevice
 from cuda_kernels import installed
@@ -125,7 +125,7 @@ def test_a_rule_gives_the_gradients_of_the_cpu(name: str):
             check(name, gradients, rows, 1e-9)
 
 
-@pytest.mark.parametrize("name", test_tokens.BETWEEN)
+@pytest.mark.parametrize("name", token_models.BETWEEN)
 # Red when: what follows from the tokens' places is made on the host, or copied there and back one by one.
 def test_what_models_do_between_tokens_has_the_gradients_of_the_cpu(name: str):
     torch.manual_seed(5)
@@ -134,7 +134,7 @@ def test_what_models_do_between_tokens_has_the_gradients_of_the_cpu(name: str):
     def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
         w.grad = None
         with forward:
-            take((test_tokens.BETWEEN[name](x @ w).tanh() @ w).square().sum(-1).flatten()).sum().backward()
+            take((token_models.BETWEEN[name](x @ w).tanh() @ w).square().sum(-1).flatten()).sum().backward()
         return [w.grad]
 
     check(name, gradients, [1, 77, 150, 77], 1e-9)
@@ -144,12 +144,12 @@ def test_what_models_do_between_tokens_has_the_gradients_of_the_cpu(name: str):
 @pytest.mark.parametrize("mask", ["a quarter", "uneven"])
 def test_a_decoders_tokens_have_the_gradients_of_the_cpu(mask: str, way: str):
     # Red when: kept tokens are counted on the host, or their places are made there.
-    model, kept = test_tokens.Decoder(packed=True), test_tokens.MASKS[mask]
+    model, kept = token_models.Decoder(packed=True), token_models.MASKS[mask]
 
     def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
         model.zero_grad()
         with forward:
-            losses = test_tokens.LOSSES["shifted by a pad"](model(test_tokens.IDS), test_tokens.LABELS)
+            losses = token_models.LOSSES["shifted by a pad"](model(token_models.IDS), token_models.LABELS)
             take(losses).mean().backward()
         return [p.grad for p in model.parameters()]
 

@@ -1,11 +1,10 @@
-"""What a backward remembers is its own: in threads, within other backwards, and over one graph with many picks."""
+"""What a backward remembers is its own: within other backwards, and over one graph with many picks."""
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,17 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
+from picks import ROWS, Take, as_indexed, gradients, indexed, passing
 from rowprop.backprop import backward, foreign, sliced
 from rowprop.backprop.rowgrad import RowGrad
 
 N = 16
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    """The gradients of all parameters, which are gone afterwards."""
-    found = [p.grad.clone() for p in module.parameters()]
-    module.zero_grad()
-    return found
 
 
 def staged(refill: Callable[[Tensor, Tensor], Tensor]) -> Any:
@@ -50,33 +43,32 @@ def of_data(stage: Tensor, held: Tensor) -> Tensor:
     return stage
 
 
-@pytest.mark.parametrize("refill", [of_numpy, of_data])
-def test_an_unpack_hook_may_fill_one_buffer_again(refill):
-    # Red without the question for hooks.
+def layered(x: Tensor) -> tuple[Tensor, list[Tensor]]:
     layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3)).double()
-    x, rows = torch.randn(N, 5, dtype=torch.float64), torch.tensor([1, 4, 9])
-    found = []
-    for take in (lambda losses: losses[rows], lambda losses: rowprop.pick(losses, rows)):
-        h = x
+    for layer in layers:
+        x = layer(x).tanh()
+    return x.square().sum(1), list(layers.parameters())
+
+
+def indexed_by_a_list(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """An index is saved as a list of tensors."""
+    leaf, (first, second) = nn.Parameter(x), torch.randint(5, (2, N, 2))
+    every = torch.arange(N)[:, None]
+    return (leaf * 2)[every, first].sum(1) + (leaf * 3)[every, second].sum(1), [leaf]
+
+
+@pytest.mark.parametrize("refill", [of_numpy, of_data])
+@pytest.mark.parametrize("made", [layered, indexed_by_a_list])
+def test_an_unpack_hook_may_fill_one_buffer_again(made: Any, refill: Any):
+    # Red without the question for hooks, and where only single tensors are asked for them.
+    def step(take: Take) -> Any:
+        torch.manual_seed(0)
+        x = torch.randn(N, 5, dtype=torch.float64)
         with staged(refill):
-            for layer in layers:
-                h = layer(h).tanh()
-            losses = h.square().sum(1)
-        take(losses).mean().backward()
-        found.append(gradients(layers))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+            losses, leaves = made(x)
+        return torch.autograd.grad(take(losses, ROWS).mean(), leaves)
 
-
-def test_an_unpack_hook_may_fill_the_buffer_of_a_list_again():
-    # Red when: only single tensors are asked for hooks; an index is saved as a list of them.
-    x, rows = nn.Parameter(torch.randn(N, 5, dtype=torch.float64)), torch.tensor([1, 4, 9])
-    every, (first, second) = torch.arange(N)[:, None], torch.randint(5, (2, N, 2))
-    found = []
-    for take in (lambda losses: losses[rows], lambda losses: rowprop.pick(losses, rows)):
-        with staged(of_data):
-            losses = (x * 2)[every, first].sum(1) + (x * 3)[every, second].sum(1)
-        found.append(torch.autograd.grad(take(losses).mean(), x)[0])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+    as_indexed(step)
 
 
 @pytest.mark.parametrize("hooks", [False, True])
@@ -97,27 +89,6 @@ def test_neighbours_that_save_one_activation_gather_it_once(hooks, monkeypatch):
     assert max(gathered.values()) == (2 if hooks else 1)
 
 
-def test_threads_with_models_of_their_own():
-    # Red with one dictionary of unions for all backwards, emptied at each end: KeyError.
-    def train(seed: int) -> float:
-        generator = torch.Generator().manual_seed(seed)
-        a, b = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
-        both, worst = nn.ModuleList([a, b]), 0.0
-        for _ in range(40):
-            x = torch.randn(N, 4, generator=generator, dtype=torch.float64)
-            losses = torch.cat([b(c) for c in a(x).chunk(4)]).square().mean(1)
-            rows = torch.randperm(N, generator=generator)[:5]
-            losses[rows].mean().backward(retain_graph=True)
-            wanted = gradients(both)
-            rowprop.pick(losses, rows).mean().backward()
-            worst = max(worst, *((g - w).abs().max().item() for g, w in zip(gradients(both), wanted, strict=True)))
-        return worst
-
-    with ThreadPoolExecutor(8) as pool:
-        assert max(pool.map(train, range(8))) < 1e-12
-    assert not backward._running
-
-
 def test_a_graph_with_a_pick_at_each_step_is_walked_once(monkeypatch):
     # Red where each pick walks through all that lies upstream: 40 picks then visit some 20 times as many nodes.
     visited: list[Any] = []
@@ -128,7 +99,6 @@ def test_a_graph_with_a_pick_at_each_step_is_walked_once(monkeypatch):
         return found
 
     cell, head = nn.GRUCell(3, 4).double(), nn.Linear(4, 1).double()
-    both = nn.ModuleList([cell, head])
     xs, rows = torch.randn(40, N, 3, dtype=torch.float64), [torch.randperm(N)[:4] for _ in range(40)]
 
     def loss(take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -138,21 +108,20 @@ def test_a_graph_with_a_pick_at_each_step_is_walked_once(monkeypatch):
             total = total + take(head(h).square().mean(1), kept).mean()
         return total
 
-    loss(lambda losses, kept: losses[kept]).backward()
-    wanted = gradients(both)
+    leaves = [*cell.parameters(), *head.parameters()]
+    wanted = torch.autograd.grad(loss(indexed), leaves)
     monkeypatch.setattr(foreign, "upstream", counting)
     total = loss(rowprop.pick)
     every = len(upstream(total.grad_fn))
-    total.backward()
-    torch.testing.assert_close(gradients(both), wanted)
+    torch.testing.assert_close(gradients(lambda: total, leaves), list(wanted))
     assert len(visited) == len(set(visited)) <= every
 
 
 @pytest.mark.parametrize("inputs", ["all", "hidden", "losses"])
-def test_gradients_that_are_asked_for_beside_many_picks(inputs):
+def test_gradients_that_are_asked_for_beside_many_picks(inputs: str):
     # Red where a pick that is prepared later takes the backward for one of all leaves ("losses").
     layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4)).double()
-    x, rows = torch.randn(N, 3, dtype=torch.float64, requires_grad=True), torch.tensor([2, 7])
+    x = torch.randn(N, 3, dtype=torch.float64, requires_grad=True)
 
     def asked(take: Callable[[Tensor, Tensor], Tensor]) -> Any:
         h, total, hidden, squares = x, torch.zeros((), dtype=torch.float64), [], []
@@ -160,23 +129,13 @@ def test_gradients_that_are_asked_for_beside_many_picks(inputs):
             h = layer(h).tanh()
             hidden.append(h)
             squares.append(h.square())
-            total = total + take(squares[-1].sum(1), rows).sum()
+            total = total + take(squares[-1].sum(1), ROWS).sum()
         every = {"all": [hidden[1], x, *layers.parameters()], "hidden": [hidden[1]], "losses": [hidden[3], squares[1]]}
-        return torch.autograd.grad(total, every[inputs])
+        found = torch.autograd.grad(total, every[inputs])
+        assert all(type(g) is Tensor for g in found) or inputs == "all"
+        return [g + 0 for g in found]
 
-    for found, wanted in zip(asked(rowprop.pick), asked(lambda t, kept: t[kept]), strict=True):
-        assert type(found) is Tensor or inputs == "all"
-        torch.testing.assert_close(found + 0, wanted)
-
-
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
+    as_indexed(asked)
 
 
 def test_a_leaf_with_a_hook_below_two_picks():
@@ -184,7 +143,7 @@ def test_a_leaf_with_a_hook_below_two_picks():
     x, seen = torch.randn(N, 3, dtype=torch.float64, requires_grad=True), []
     x.register_hook(lambda grad: seen.append(type(grad)))
     early = rowprop.pick(x.square().sum(1), torch.tensor([1, 5]))
-    late = rowprop.pick(_Nothing.apply(x).sum(1), torch.tensor([2]))
+    late = rowprop.pick(passing(lambda grad: None)(x).sum(1), torch.tensor([2]))
     (early.sum() + late.sum()).backward()
     assert seen == [Tensor] and torch.equal(x.grad.nonzero()[:, 0].unique(), torch.tensor([1, 5]))
 
@@ -199,10 +158,7 @@ def test_a_backward_within_a_backward_and_one_that_fails_leave_nothing():
         region = checkpoint(lambda t: torch.cat([outer(c) for c in inner(t).chunk(2)]), x, use_reentrant=True)
         return region.square().sum(1)
 
-    losses()[rows].sum().backward()
-    wanted = gradients(both)
-    rowprop.pick(losses(), rows).sum().backward()
-    torch.testing.assert_close(gradients(both), wanted)
+    as_indexed(lambda take: gradients(lambda: take(losses(), rows).sum(), [x, *both.parameters()]))
     assert not backward._running
 
     def fail(grad: Tensor) -> None:
@@ -214,16 +170,13 @@ def test_a_backward_within_a_backward_and_one_that_fails_leave_nothing():
     assert not backward._running
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_a_reentrant_region_leaves_no_gradient_behind():
     # Red with `get` in the place of `pop` where the caught gradients are handed on.
     layer, x = nn.Linear(3, 3), torch.randn(N, 3, requires_grad=True)
 
-    def left() -> int:
-        gc.collect()
-        return sum(type(found) is RowGrad for found in gc.get_objects())
-
-    before = left()
     for _ in range(3):
         region = checkpoint(lambda t: torch.cat([layer(part) for part in t.chunk(2)]), x, use_reentrant=True)
         rowprop.pick(region.square().sum(1), torch.tensor([2, 7, 7])).sum().backward()
-    assert left() == before
+    gc.collect()
+    assert not any(type(found) is RowGrad for found in gc.get_objects())

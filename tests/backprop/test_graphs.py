@@ -22,6 +22,7 @@ import laws
 import rowprop
 import zoo
 from accelerator import name_of, reads
+from picks import Applied, Take, indexed
 from rowprop import RandomRows, SelectiveBackprop, TopK
 from rowprop.backprop import rows as rows_module
 from rowprop.backprop.rowgrad import RowGrad
@@ -31,6 +32,7 @@ from rowprop.history import LossHistory
 from rowprop.selection import LossMass
 from rowprop.step import selective
 from rowprop.step.record import Record
+from token_models import VOCABULARY, Decoder, T, attend
 
 N = 12
 pytestmark = pytest.mark.usefixtures("as_accelerator", "capturing")
@@ -76,28 +78,8 @@ class Graph(TorchDispatchMode):
                     held.copy_(made)
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.norm, self.qkv, self.out, self.head = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return self.head((x + self.out(attended)).mean(1))
-
-
-def images() -> Tensor:
-    return torch.randn(N, 2, 6, 6)
-
-
 def tokens() -> Tensor:
-    return torch.randint(11, (N, 5))
+    return torch.randint(VOCABULARY, (N, T))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -106,16 +88,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: torch.randn(N, 4),
     ),
     "cnn with batchnorm": (
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
-        ),
-        images,
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 5), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)),
+        lambda: torch.randn(N, 2, 6, 6),
     ),
-    "transformer": (Transformer, tokens),
-    "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6), nn.Flatten(), nn.Tanh(), nn.Linear(30, 3)), tokens),
+    "transformer": (lambda: Applied(lambda decoder, x: decoder(x).mean(1)[:, :3], Decoder(packed=True)), tokens),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(VOCABULARY, 6), nn.Flatten(), nn.Tanh(), nn.Linear(6 * T, 3)),
+        tokens,
+    ),
 }
-
-Picks = Callable[[Tensor], Tensor]
 
 
 def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -130,11 +111,9 @@ class Training:
     ) -> None:
         torch.manual_seed(0)
         make, self.inputs = MODELS[name]
-        self.model = make().double()
+        self.model, self.loss_of = make().double(), loss_of
         self.batch = [entry.double() if entry.is_floating_point() else entry for entry in self.drawn(0)]
-        optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        self.optimizer = optimizer(self.model.parameters())
-        self.loss_of = loss_of
+        self.optimizer = (optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9))(self.model.parameters())
 
     def drawn(self, seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
@@ -154,21 +133,8 @@ class Training:
 
     def state(self) -> dict[str, Tensor]:
         grads = {f"{name}.grad": parameter.grad for name, parameter in self.model.named_parameters()}
-        return {
-            name: value.clone() for name, value in {**self.model.state_dict(), **grads}.items() if value is not None
-        }
-
-
-def picked(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
-    """The mean of the three largest losses, by ``pick``."""
-    losses = losses_fn(model, batch)
-    return rowprop.pick(losses, losses.detach().topk(3).indices, batchnorm="exact").mean(), None
-
-
-def indexed(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
-    """The same by plain indexing."""
-    losses = losses_fn(model, batch)
-    return losses[losses.detach().topk(3).indices].mean(), None
+        held = {**self.model.state_dict(), **grads}
+        return {name: value.clone() for name, value in held.items() if value is not None}
 
 
 def selecting(selector: Any, **options: Any) -> Callable[[nn.Module, Any], tuple[Tensor, Record]]:
@@ -184,9 +150,9 @@ def selecting(selector: Any, **options: Any) -> Callable[[nn.Module, Any], tuple
     return loss_of
 
 
-def check_replays(name: str, captured: Any, eager: Any, atol: float = 0.0, optimizer: Any = None) -> None:
-    """Capture one training's step and replay it on new batches, beside another training whose steps run as ever."""
-    ours, theirs = Training(name, captured, optimizer), Training(name, eager, optimizer)
+def check_replays(name: str, *loss_of: Any, optimizer: Any = None) -> None:
+    """One training's captured step, replayed on new batches, is bit for bit the step of another that runs as ever."""
+    ours, theirs = (Training(name, each, optimizer) for each in loss_of)
     for training in (ours, theirs):
         torch.manual_seed(50)
         training.step()  # to warm up: the optimizer makes its state
@@ -201,23 +167,25 @@ def check_replays(name: str, captured: Any, eager: Any, atol: float = 0.0, optim
             graph.replay()
         torch.manual_seed(90 + seed)
         theirs.step()
-        expected = theirs.state()
-        actual = ours.state()
-        assert actual.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(
-                actual[key], value, rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}"
-            )
+        torch.testing.assert_close(ours.state(), theirs.state(), rtol=0, atol=0)
 
 
-# --- what a graph can hold --------------------------------------------------------------------------------------------
+def check_gradients(
+    gradients: Callable[[Take], Any], rows: Tensor, others: list[list[int]], renew: Callable[[], object]
+) -> Any:
+    """A captured backward of pick, replayed on other rows of a new batch, has the gradients of plain indexing.
 
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_replay_of_pick_has_the_gradient_of_plain_indexing_on_the_new_batch(name):
-    # The truth is torch's own indexing. Red when: a rule reads a number, or rows go through Python, as in
-    # `index.new_tensor(index.tolist())`: the replay then has the rows of the capture.
-    check_replays(name, picked, indexed, atol=1e-12)
+    Returns the report of the capture. The truth is torch's own indexing.
+    """
+    with Graph() as graph, rowprop.watch() as report:
+        found = gradients(partial(rowprop.pick, batchnorm="exact"))
+    for other in others:
+        rows.copy_(torch.tensor(other))
+        renew()
+        torch.manual_seed(7)
+        graph.replay()
+        torch.testing.assert_close(found, gradients(indexed), rtol=1e-9, atol=1e-12)
+    return report
 
 
 FORWARD_READS = {"nn_transformer", "experts_index_add", "experts_index_put", "experts_tokens"}
@@ -225,38 +193,24 @@ FORWARD_READS = {"nn_transformer", "experts_index_add", "experts_index_put", "ex
 
 
 @pytest.mark.parametrize("entry", [e for e in zoo.ENTRIES if e.name not in FORWARD_READS], ids=lambda e: e.name)
-def test_a_replay_has_the_gradient_of_plain_indexing_in_every_model_of_the_zoo(entry):
-    # Red when: a rule or a gather takes its rows through the host, as `index.tolist()` does.
+def test_a_replay_has_the_gradient_of_plain_indexing_in_every_model_of_the_zoo(entry: zoo.Entry):
+    # Red when: a rule reads a number, or rows go through Python, as in `index.new_tensor(index.tolist())`: the replay
+    # then has the rows of the capture.
     model, batch = entry.make(torch.float64)
-    rows = torch.tensor([2, 5])
+    rows, seeds = torch.tensor([2, 5]), iter(range(2))
 
-    def gradients(choose: Picks) -> list[Tensor | None]:
+    def gradients(take: Take) -> list[Tensor | None]:
         model.zero_grad()
         torch.manual_seed(7)
-        choose(entry.losses(model, batch)).mean().backward()
+        take(entry.losses(model, batch), rows).mean().backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    with Graph() as graph:
-        found = gradients(lambda losses: rowprop.pick(losses, rows, batchnorm="exact"))
-    for seed, new in enumerate(([1, 6], [0, 3])):
-        rows.copy_(torch.tensor(new))
-        order = torch.randperm(zoo.N, generator=torch.Generator().manual_seed(seed))
+    def renew() -> None:
+        order = torch.randperm(zoo.N, generator=torch.Generator().manual_seed(next(seeds)))
         for entries in batch:
             entries.copy_(entries[order])
-        torch.manual_seed(7)
-        graph.replay()
-        expected = gradients(lambda losses: losses[rows])
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
-
-class Tokens(Transformer):
-    """Scores of each token: without attention, or with it."""
-
-    def forward(self, tokens: Tensor, attends: bool = True) -> Tensor:
-        x = self.embedding(tokens)
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True) if attends else q * k.tanh() + v
-        return self.head(x + self.out(mixed.transpose(1, 2).flatten(2)))
+    check_gradients(gradients, rows, [[1, 6], [0, 3]], renew)
 
 
 @pytest.mark.parametrize("attends", [False, True])
@@ -264,40 +218,35 @@ def test_a_replay_of_tokens_has_the_gradient_of_plain_indexing_on_other_tokens(a
     # Red when: places of tokens are read on the host, or those of the capture are kept. The CPU's attention would have
     # to count kept tokens, and densifies; CUDA's takes all of them.
     torch.manual_seed(0)
-    model, batch, index = Tokens().double(), tokens(), torch.tensor([3, 17, 18, 40])
+    model, batch, index = Decoder(packed=True), tokens(), torch.tensor([3, 17, 18, 40])
+    attention = attend if attends else lambda q, k, v: q * k.tanh() + v
 
-    def gradients(choose: Picks) -> list[Tensor | None]:
+    def gradients(take: Take) -> list[Tensor | None]:
         model.zero_grad()
-        choose(model(batch, attends).square().sum(-1).flatten()).mean().backward()
+        take(model(batch, attention).square().sum(-1).flatten(), index).mean().backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    with Graph() as graph, rowprop.watch() as report:
-        found = gradients(lambda losses: rowprop.pick(losses, index))
+    others = [[0, 59, 30, 31], [7, 7, 12, 25]]
+    report = check_gradients(gradients, index, others, lambda: batch.copy_(tokens()))
     assert not report.waited and bool(report.densified) == attends
-    for new in ([0, 59, 30, 31], [7, 7, 12, 25]):
-        index.copy_(torch.tensor(new))
-        batch.copy_(tokens())
-        graph.replay()
-        torch.testing.assert_close(found, gradients(lambda losses: losses[index]))
 
 
-@pytest.mark.parametrize("name", MODELS)
+STEPS = [(name, {}) for name in MODELS]
+STEPS += [("cnn with batchnorm", {"engine": engine}) for engine in ("masked", Sliced(batchnorm="exact"))]
+
+
+@pytest.mark.parametrize(("name", "options"), STEPS)
 @pytest.mark.parametrize("selector", [TopK(0.25), RandomRows(0.25)], ids=["TopK", "RandomRows"])
-def test_a_replay_of_a_step_is_the_step_on_the_new_batch(name, selector):
-    # Bit for bit. Red when: the step reads a flag, or a selector makes its random numbers on the host.
-    check_replays(name, selecting(selector), selecting(selector))
-
-
-@pytest.mark.parametrize("engine", ["masked", Sliced(batchnorm="exact")], ids=["masked", "exact"])
-def test_other_engines_with_one_forward_can_be_captured(engine):
-    check_replays("cnn with batchnorm", selecting(TopK(0.5), engine=engine), selecting(TopK(0.5), engine=engine))
+def test_a_replay_of_a_step_is_the_step_on_the_new_batch(name: str, options: dict[str, Any], selector: Any):
+    # Red when: the step reads a flag, or a selector makes its random numbers on the host.
+    check_replays(name, selecting(selector, **options), selecting(selector, **options))
 
 
 def test_an_optimizer_counts_its_steps_in_the_graph_or_is_refused():
     # Red when: the emulated capture lets an optimizer read its number of steps, which corrects the bias of Adam.
     adam = partial(torch.optim.AdamW, lr=0.1)
     check_replays("mlp", *(selecting(TopK(0.25)) for _ in range(2)), optimizer=partial(adam, fused=True))
-    training = Training("mlp", picked, partial(adam, fused=False))
+    training = Training("mlp", selecting(TopK(0.25)), partial(adam, fused=False))
     training.step()
     with pytest.raises(Read), Graph():
         training.step()
@@ -360,21 +309,13 @@ def test_an_op_that_would_have_to_look_densifies_in_a_capture():
     logits, rows = torch.randn(7, N, 5, dtype=torch.float64, requires_grad=True), torch.tensor([0, 1, 2])
     targets, steps, lengths = torch.randint(1, 5, (N, 3)), [7, 6, 5, 4] * 3, [3, 2, 1] * 4
 
-    def gradient(choose: Callable[[Tensor], Tensor]) -> Tensor:
+    def gradients(take: Take) -> Any:
         losses = F.ctc_loss(logits.log_softmax(2), targets, steps, lengths, reduction="none")
-        return torch.autograd.grad(choose(losses).sum(), logits)[0]
+        return torch.autograd.grad(take(losses, rows).sum(), logits)
 
-    with Graph() as graph, rowprop.watch() as report:
-        found = gradient(lambda losses: rowprop.pick(losses, rows))
+    others = [[3, 7, 11], [4, 5, 6]]
+    report = check_gradients(gradients, rows, others, lambda: logits.data.copy_(torch.randn_like(logits)))
     assert report.densified.keys() == {"_ctc_loss_backward"}
-    for new in ([3, 7, 11], [4, 5, 6]):
-        rows.copy_(torch.tensor(new))
-        logits.data.copy_(torch.randn_like(logits))
-        graph.replay()
-        torch.testing.assert_close(found, gradient(lambda losses: losses[rows]))
-
-
-# --- what it cannot ---------------------------------------------------------------------------------------------------
 
 
 def test_a_capture_refuses_what_reads():

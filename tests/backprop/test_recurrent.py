@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import rowprop
+from picks import Take, as_indexed
 from rowprop.backprop.watch import Report
-from rowprop.cost.flops import Flops, count_flops
+from rowprop.cost.flops import count_flops
 
 N, T, C, H = 6, 5, 4, 3
 FUSED = "mkldnn_rnn_layer_backward"
@@ -27,28 +27,22 @@ def layer(kind: str, batch_first: bool, **options: Any) -> nn.RNNBase:
     return getattr(nn, kind)(C, H, batch_first=batch_first, **options)
 
 
-def gradients(
-    losses_of: Callable[..., Tensor], shapes: list[tuple[int, ...]], model: nn.Module, take: Callable[[Tensor], Tensor]
-) -> tuple[list[Tensor], Report, Flops]:
-    torch.manual_seed(1)
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    losses = losses_of(*[x * 1 for x in inputs])
-    with rowprop.watch() as report, count_flops() as flops:
-        grads = torch.autograd.grad(take(losses).sum(), [*inputs, *model.parameters()])
-    return list(grads), report, flops
-
-
 def compare(
     losses_of: Callable[..., Tensor], shapes: list[tuple[int, ...]], model: nn.Module, rows: list[int]
-) -> tuple[Report, Flops, Flops]:
-    """Assert that ``pick`` gives the gradients of plain indexing."""
-    index = torch.tensor(rows)
-    expected, _, full = gradients(losses_of, shapes, model, lambda losses: losses[index])
-    actual, report, part = gradients(losses_of, shapes, model, lambda losses: rowprop.pick(losses, index))
-    for a, e in zip(actual, expected, strict=True):
-        assert type(a) is Tensor
-        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
-    return report, part, full
+) -> tuple[Report, int, int]:
+    """``pick`` gives the gradients of plain indexing; its report, and the FLOPs of its backward and of all rows'."""
+    torch.manual_seed(1)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    flops: list[int] = []
+
+    def step(take: Take) -> list[Tensor]:
+        loss = take(losses_of(*[x * 1 for x in inputs]), torch.tensor(rows)).sum()
+        with count_flops() as counted:
+            found = torch.autograd.grad(loss, [*inputs, *model.parameters()])
+        flops.append(counted.total_flops)
+        return list(found)
+
+    return as_indexed(step, rtol=1e-4, atol=1e-5), flops[1], flops[0]
 
 
 @pytest.mark.parametrize("rows", [[1, 4], [5], [0, 2, 2, 5]], ids=str)
@@ -71,94 +65,65 @@ def test_lstm(options: dict[str, Any], batch_first: bool, rows: list[int], train
     report, part, full = compare(losses_of, [(N, T, C), (N, states, H), (N, states, H)], lstm, rows)
     assert report.sliced[FUSED] == states and not report.densified, str(report)
     # A forward costs 1 per row and a backward 2. On k rows both run, for 3 k; on all N rows the backward runs, for 2 N.
-    assert part.total_flops == pytest.approx(1.5 * len(rows) / N * full.total_flops)
+    assert part == pytest.approx(1.5 * len(rows) / N * full)
 
 
 @pytest.mark.parametrize("kept", range(1, N))
 # Red when: the layer's forward runs again for more than two thirds of the rows, or the gradient upstream is then dense.
 def test_most_rows_cost_no_more_than_all(kept: int):
-    lstm = layer("LSTM", True)
-    below = nn.Linear(C, C)
-
-    def losses_of(x: Tensor, h: Tensor, c: Tensor) -> Tensor:
-        return per_row(lstm(below(x), (h.transpose(0, 1), c.transpose(0, 1)))[0])
-
+    lstm, below = layer("LSTM", True), nn.Linear(C, C)
     report, part, full = compare(
-        losses_of, [(N, T, C), (N, 1, H), (N, 1, H)], nn.ModuleList([lstm, below]), list(range(kept))
+        lambda x: per_row(lstm(below(x))[0]), [(N, T, C)], nn.ModuleList([lstm, below]), list(range(kept))
     )
     linear = 4 * N * T * C * C
-    layer_flops = min(1.0, 1.5 * kept / N) * (full.total_flops - linear)
-    assert part.total_flops == pytest.approx(layer_flops + kept / N * linear)
+    assert part == pytest.approx(min(1.0, 1.5 * kept / N) * (full - linear) + kept / N * linear)
     assert set(report.densified) == ({FUSED} if kept > N * 2 / 3 else set())
 
 
-@pytest.mark.parametrize("used", ["output", "last state", "last cell"])
-def test_an_output_without_a_gradient(used: str):
-    lstm = layer("LSTM", True)
-
-    def losses_of(x: Tensor) -> Tensor:
-        y, (h, c) = lstm(x)
-        return per_row({"output": y, "last state": h[0], "last cell": c[0]}[used])
-
-    report, _, _ = compare(losses_of, [(N, T, C)], lstm, [1, 4])
-    assert FUSED in report.sliced and not report.densified, str(report)
-
-
-def test_rows_of_several_sequences():
-    # The layer's batch dimension is the batch, merged with a dimension in front of it and one behind it.
-    lstm = layer("LSTM", False)
-
-    def losses_of(x: Tensor) -> Tensor:
-        y = lstm(x.permute(2, 1, 0, 3, 4).reshape(T, 2 * N * 3, C))[0].view(T, 2, N, 3, H)
-        return per_row(y.permute(2, 1, 0, 3, 4))
-
-    report, _, _ = compare(losses_of, [(N, 2, T, 3, C)], lstm, [1, 4])
-    assert FUSED in report.sliced and not report.densified, str(report)
-
-
-def test_steps_as_rows_are_dense():
-    lstm = layer("LSTM", False)
-    report, _, _ = compare(lambda x: per_row(lstm(x)[0]), [(N, T, C)], lstm, [1, 4])
-    assert FUSED in report.densified
-
-
-def test_rows_in_different_places_of_the_batch_are_dense():
-    lstm = layer("LSTM", False)
-
-    def losses_of(x: Tensor) -> Tensor:
-        y, (h, _) = lstm(x.view(T, N * N, C))
-        return per_row(y.view(T, N, N, H).transpose(0, 1), h.view(N, N, H).transpose(0, 1))
-
-    report, _, _ = compare(losses_of, [(T, N, N, C)], lstm, [1, 4])
-    assert FUSED in report.densified
-
-
-def test_a_state_that_all_rows_need_is_dense():
-    lstm = layer("LSTM", True)
-
-    def run(take: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        torch.manual_seed(1)
-        x = torch.randn(N, T, C, requires_grad=True)
-        y, (h, _) = lstm(x)
-        return list(torch.autograd.grad(take(per_row(y)).sum() + h.exp().sum(), [x, *lstm.parameters()]))
-
-    index = torch.tensor([1, 4])
-    with rowprop.watch() as report:
-        actual = run(lambda losses: rowprop.pick(losses, index))
-    torch.testing.assert_close(actual, run(lambda losses: losses[index]), rtol=1e-4, atol=1e-5)
-    assert FUSED in report.densified
-
-
-@pytest.mark.parametrize("lengths", [[5] * 6, [5, 5, 4, 3, 2, 1]], ids=["equal", "falling"])
-def test_packed_sequences(lengths: list[int]):
-    lstm = layer("LSTM", True)
-
-    def losses_of(x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), batch_first=True)
-        out, (h, _) = lstm(packed)
+def packed(lengths: list[int]) -> Callable[[nn.RNNBase, Tensor], Tensor]:
+    def losses_of(lstm: nn.RNNBase, x: Tensor) -> Tensor:
+        out, (h, _) = lstm(nn.utils.rnn.pack_padded_sequence(x.transpose(0, 1), torch.tensor(lengths)))
         return per_row(nn.utils.rnn.pad_packed_sequence(out, batch_first=True)[0], h[0])
 
-    compare(losses_of, [(N, T, C)], lstm, [1, 4])
+    return losses_of
+
+
+def merged(lstm: nn.RNNBase, x: Tensor) -> Tensor:
+    """The layer's batch dimension is the batch, merged with a dimension in front of it and one behind it."""
+    y = lstm(x.permute(2, 1, 0, 3, 4).reshape(T, 2 * N * 3, C))[0].view(T, 2, N, 3, H)
+    return per_row(y.permute(2, 1, 0, 3, 4))
+
+
+def in_different_places(lstm: nn.RNNBase, x: Tensor) -> Tensor:
+    y, (h, _) = lstm(x.view(T, N * N, C))
+    return per_row(y.view(T, N, N, H).transpose(0, 1), h.view(N, N, H).transpose(0, 1))
+
+
+def of_all_states(lstm: nn.RNNBase, x: Tensor) -> Tensor:
+    y, (h, _) = lstm(x.transpose(0, 1))
+    return per_row(y.transpose(0, 1)) + h.exp().sum()
+
+
+# Losses of a layer with time in front, the shape of its input, and whether it runs at the kept rows; None: not told.
+USES: dict[str, tuple[Callable[[nn.RNNBase, Tensor], Tensor], tuple[int, ...], bool | None]] = {
+    "the output alone": (lambda lstm, x: per_row(lstm(x.transpose(0, 1))[0].transpose(0, 1)), (N, T, C), True),
+    "the last state alone": (lambda lstm, x: per_row(lstm(x.transpose(0, 1))[1][0][0]), (N, T, C), True),
+    "the last cell alone": (lambda lstm, x: per_row(lstm(x.transpose(0, 1))[1][1][0]), (N, T, C), True),
+    "several sequences per row": (merged, (N, 2, T, 3, C), True),
+    "a state that all rows need": (of_all_states, (N, T, C), False),
+    "steps as rows": (lambda lstm, x: per_row(lstm(x)[0]), (N, T, C), False),
+    "rows in different places of the batch": (in_different_places, (T, N, N, C), False),
+    "packed, of equal lengths": (packed([5] * 6), (N, T, C), None),
+    "packed, of falling lengths": (packed([5, 5, 4, 3, 2, 1]), (N, T, C), None),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_is_made_of_a_layer(use: str):
+    losses_of, shape, sliced = USES[use]
+    lstm = layer("LSTM", False)
+    report, _, _ = compare(lambda x: losses_of(lstm, x), [shape], lstm, [1, 4])
+    assert sliced is None or (FUSED in report.densified) != sliced == (FUSED in report.sliced), str(report)
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with bfloat16: torch's LSTM")
@@ -166,21 +131,16 @@ def test_packed_sequences(lengths: list[int]):
 # Red when: the forward that runs again is in another precision than the first.
 def test_under_autocast(inside: bool):
     lstm = layer("LSTM", True)
-    index = torch.tensor([1, 4])
 
-    def run(take: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def step(take: Take) -> list[Tensor]:
         torch.manual_seed(1)
         x = torch.randn(N, T, C, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = take(per_row(lstm(x)[0].float())).sum()
+            loss = take(per_row(lstm(x)[0].float()), torch.tensor([1, 4])).sum()
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
             return list(torch.autograd.grad(loss, [x, *lstm.parameters()]))
 
-    with rowprop.watch() as report:
-        actual = run(lambda losses: rowprop.pick(losses, index))
-    assert not report.densified, str(report)
-    for a, e in zip(actual, run(lambda losses: losses[index]), strict=True):
-        torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-2)
+    assert not as_indexed(step, rtol=2e-2, atol=2e-2).densified
 
 
 @pytest.mark.parametrize("kind", ["GRU", "RNN"])
@@ -193,4 +153,4 @@ def test_layers_without_a_fused_kernel(kind: str):
 
     report, part, full = compare(losses_of, [(N, T, C)], rnn, [1, 4])
     assert not report.densified, str(report)
-    assert part.total_flops == pytest.approx(len([1, 4]) / N * full.total_flops)
+    assert part == pytest.approx(2 / N * full)

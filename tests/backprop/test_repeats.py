@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import rowprop
 from cuda_kernels import installed
-from rowprop import host
+from picks import as_indexed
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice
 
@@ -51,17 +49,11 @@ def by_hand(g: RowSlice) -> list[Tensor]:
     return [sum((v for row, v in zip(g.rows.index.tolist(), held, strict=True) if row == n), zero) for n in range(N)]
 
 
-@pytest.mark.parametrize("index", INDICES, ids=str)
-# Red when: the sort is not stable, places follow the order of the rows, or a run begins at its last entry.
-def test_first_is_the_place_of_the_first_entry_with_the_same_row(index: list[int]):
-    assert unknown(index).first.tolist() == [index.index(row) for row in index]
-
-
-def test_first_of_many_random_rows():
-    # Red when: as above; here runs are of every length, and indices are far from sorted.
+def test_first_is_the_place_of_the_first_entry_with_the_same_row():
+    # Red when: the sort is not stable, places follow the order of the rows, or a run begins at its last entry.
     random.seed(0)
-    for kept in range(1, 60):
-        index = [random.randrange(kept) for _ in range(kept)]
+    many = [[random.randrange(kept) for _ in range(kept)] for kept in range(1, 60)]  # runs of every length
+    for index in (*INDICES, *many):
         assert unknown(index).first.tolist() == [index.index(row) for row in index]
 
 
@@ -76,12 +68,7 @@ def test_merged_has_each_sum_in_the_first_place(index: list[int], shape: tuple[i
         torch.testing.assert_close(values, sums[row] if index.index(row) == place else torch.zeros_like(values))
     squared = merged.like(merged.values.square()).dense()  # an op that is not linear
     torch.testing.assert_close(squared, g.dense().square())
-
-
-def test_merged_leaves_unique_rows_alone():
-    # Red when: rows that are known to be unique are added up once more.
-    g = a_gradient([3, 0], (N, 2), Layout(0, N))
-    g.rows.unique = True
+    g.rows.unique = True  # rows that are known to be unique are not added up once more
     assert g.merged() is g
 
 
@@ -110,9 +97,6 @@ def test_nothing_is_read_where_rows_may_repeat(shape: tuple[int, ...], layout: L
         assert rows.first.shape == (4,) and g.merged().dense().shape == shape
         (out,) = Densify("", g, (layout.dim,)).after((torch.empty(shape),))
         assert out.values.shape == g.values.shape
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -151,22 +135,17 @@ MOST = [[0, 1, 2, 4, 5], [5, 3, 0, 2, 4], [3, 1, 1, 0, 3], [2, 2, 2, 2, 2], [-1,
 @pytest.mark.parametrize("rows", MOST, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 # Red when: a row that repeats counts twice after the op at full size, or the gradient upstream is then dense.
-def test_upstream_of_an_op_at_full_size_unknown_rows_stay_sliced(
-    name: str, rows: list[int], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(host, "READ_AT_ONCE", set[str]())
+@pytest.mark.usefixtures("as_accelerator")
+def test_upstream_of_an_op_at_full_size_unknown_rows_stay_sliced(name: str, rows: list[int]):
     torch.manual_seed(0)
     make, op = MODELS[name]
     dtype = torch.float32 if name == "lstm" else torch.float64  # the fused layer has single precision only
     model, x, index = make().to(dtype), torch.randn(N, 5, 4, dtype=dtype), torch.tensor(rows)
-
-    def gradients(take: Callable[[Tensor], Tensor]) -> Any:
-        return torch.autograd.grad(take(model(x)).sum(), list(model.parameters()))
-
     with installed():
-        expected = gradients(lambda losses: losses[index])
-        with rowprop.watch() as report:
-            actual = gradients(lambda losses: rowprop.pick(losses, index))
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        report = as_indexed(
+            lambda take: torch.autograd.grad(take(model(x), index).sum(), list(model.parameters())),
+            rtol=1e-4,
+            atol=1e-5,
+        )
     assert set(report.densified) == {op} and report.waited == {}
     assert "mm" in report.sliced, str(report)  # the weight of the layer below

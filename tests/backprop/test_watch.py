@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
+from picks import ROWS, Take, as_indexed, chain, gradients, net
 from rowprop.cost.flops import count_flops
 
 N, K = 32, 8
@@ -30,24 +31,27 @@ CASES: dict[str, tuple[str | None, Callable[[nn.Module, Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("as_host")  # a device does not count the kept rows of a part of the batch
 def test_what_runs_at_full_size_is_in_the_report(name: str):
     # Red, case by case, where a dense gradient is added to a sliced one without a note; where a part of the batch with
     # fewer rows than are kept goes on dense without one; with K rows of zeros for a part that has no kept row; and
     # where nobody looks for sums over rows that the forward used.
     op, losses = CASES[name]
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-    x, rows = torch.randn(N, 6, dtype=torch.float64), torch.arange(1, N, 4)
-    if name == "a part without kept rows":
-        rows = torch.arange(K)
-    found = []
-    for take in (lambda t: t[rows], lambda t: rowprop.pick(t, rows)):
-        model.zero_grad()
-        loss = take(losses(model, x)).mean()
-        with rowprop.watch() as report, count_flops() as flops:
-            loss.backward()
-        found.append((flops.total_flops, [p.grad for p in model.parameters()]))
-    (plain, wanted), (ours, grads) = found
-    torch.testing.assert_close(grads, wanted)
+    x = torch.randn(N, 6, dtype=torch.float64)
+    rows = torch.arange(K) if name == "a part without kept rows" else torch.arange(1, N, 4)
+    flops: list[int] = []
+
+    def step(take: Take) -> list[Tensor | None]:
+        loss = take(losses(model, x), rows).mean()
+        with count_flops() as counted:
+            found = gradients(lambda: loss, list(model.parameters()))
+        flops.append(counted.total_flops)
+        return found
+
+    report = as_indexed(step, rtol=1e-7, atol=1e-7)
+    plain, ours = flops
     if op is None:
         assert not report.densified and ours <= (K / N + (0.04 if "without" in name else 0.01)) * plain
     else:
@@ -59,5 +63,24 @@ def test_what_is_added_to_the_grad_of_a_leaf_is_no_full_backward():
     x = torch.randn(N, 6, requires_grad=True)
     for _ in range(2):
         with rowprop.watch() as report:
-            rowprop.pick(x.square().sum(1), torch.tensor([1, 5])).sum().backward()
+            rowprop.pick(x.square().sum(1), ROWS).sum().backward()
         assert not report.densified
+
+
+def test_watch_sees_only_what_runs_inside():
+    with rowprop.watch() as outer:
+        with rowprop.watch() as inner:
+            pass
+        rowprop.pick(chain(*net()), ROWS).mean().backward()
+    assert outer.sliced["mm"] == 3 and not inner.sliced
+    assert str(outer).startswith("sliced: ") and "densified: nothing" in str(outer)
+
+
+def test_watch_names_the_op_that_mixes_rows_and_counts_its_calls():
+    x, w, v = net()
+    with rowprop.watch() as report:
+        for _ in range(2):
+            rowprop.pick(((x @ w).softmax(0) @ v).sum(1), ROWS).mean().backward()
+    entry = report.densified["_softmax_backward_data"]
+    assert (entry.count, entry.reason) == (2, "the softmax runs over the batch dimension")
+    assert "densified: _softmax_backward_data x2: the softmax runs over the batch dimension" in str(report)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_tokens import IDS, LABELS, MASKS, Decoder, N, T, cut_attention, largest_difference
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,6 +23,7 @@ from rowprop.scoring import Scored, entropy
 from rowprop.selection import Context, Everything, LossMass, MultipleOf, OverAll, PerClass, Threshold
 from sentences import refused
 from step_cases import Shift, assert_resumes, given_losses
+from token_models import IDS, LABELS, MASKS, Decoder, N, T, cut_attention, largest_difference
 
 BATCH = {"ids": IDS, "labels": LABELS}
 ANSWERS = torch.rand(N, T, generator=torch.Generator().manual_seed(5)) < 0.6  # the tokens that count
