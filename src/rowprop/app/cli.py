@@ -118,10 +118,12 @@ Compared = Annotated[str | None, typer.Option(
 Methods = Annotated[str | None, typer.Option(
     help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
     "rho-loss, infobatch+random, infobatch+batch-loss-filter, infobatch+kath18; for models with blocks that repeat "
-    "thinned and random@thinned, which keeps as many rows; for gpt full, random, ohem, rho1, thinned; or your own, "
-    "module:callable taking (model, losses_fn, *, keep, **options) and returning SelectiveBackprop(model, "
-    "losses_fn, SELECTOR, **options). METHOD@ENGINE names an engine: sliced, recompute, masked; for gpt also cut. "
-    "Default: full,random,ohem,composer,batch-loss-filter; for gpt full, and random, ohem, rho1 with and without @cut."
+    "thinned and random@thinned, which keeps as many rows; plain@METHOD, plain steps on as many rows as cost what "
+    "METHOD costs; for gpt full, random, ohem, rho1, thinned; or your own, module:callable taking (model, losses_fn, "
+    "*, keep, **options) and returning SelectiveBackprop(model, losses_fn, SELECTOR, **options). METHOD@ENGINE names "
+    "an engine: sliced, recompute, masked; for gpt also cut. "
+    "Default: full,random,ohem,composer,batch-loss-filter,plain@ohem; for gpt full, and random, ohem, rho1 with and "
+    "without @cut."
 )]  # fmt: skip
 Keep = Annotated[float, typer.Option(help="Fraction of rows or tokens kept.")]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; the default follows data and model.")]

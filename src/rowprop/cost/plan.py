@@ -353,8 +353,8 @@ class PlainStep:
         return self.seconds + self.update_s
 
     def limit(self, kept_share: float) -> float:
-        """The speed-up of a step that saves the whole backward of the other rows: (F + B + U) / (F + kB + U)."""
-        return self.whole_s / (self.whole_s - (1 - kept_share) * self.backward_s)
+        """The ratio of a step that saves the backward of the other rows: (F + kB + U) / (F + B + U)."""
+        return 1 - (1 - kept_share) * self.backward_s / self.whole_s
 
 
 @dataclass(frozen=True)
@@ -365,12 +365,12 @@ class Way:
         engine: ``"masked"`` (plain indexing, which saves nothing), ``"recompute"``, ``"sliced"`` or ``"thinned"``.
         keep: The fraction asked for.
         kept: K: ``max(1, ceil(keep * N))``.
-        step_s: Seconds with the update, which decide: the mean of the next two, or ``predicted_s`` alone.
+        step_s: Seconds with the update, which decide: ``measured_s`` where it is known, else ``predicted_s``.
         predicted_s: On the lines, which were laid through steps at other keeps.
         measured_s: At this keep; None where nobody measured.
-        speedup: The plain step's seconds over ``step_s``.
-        limit: The speed-up where one forward runs on all rows, the backward costs K rows, and nothing else costs:
-            (F + B + U) / (F + kB + U) with k = K/N. ``recompute`` can pass it: its first forward makes no graph.
+        ratio: ``step_s`` over the plain step's seconds.
+        limit: The ratio where one forward runs on all rows, the backward costs K rows, and nothing else costs:
+            (F + kB + U) / (F + B + U) with k = K/N. ``recompute`` can pass it: its first forward makes no graph.
         peak_bytes: The most that the step holds at once beyond the memory held before it.
         gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm may be projected over
             the kept rows; or, never chosen, ``"another"``, or for ``"thinned"`` ``"in expectation"`` that of all rows.
@@ -382,7 +382,7 @@ class Way:
     step_s: float
     predicted_s: float
     measured_s: float | None
-    speedup: float
+    ratio: float
     limit: float
     peak_bytes: int
     gradient: str
@@ -487,8 +487,8 @@ def make_plan(
 
     Of ways equally fast it is the first in ``costs``, but before all of them ``"masked"``, which costs the plain step
     and is added here. ``gradients`` has by engine the gradient, as in :class:`Way` or :data:`LEFT_OUT`, and why (None:
-    all the same); ``measured`` the steps at the keeps asked for, which the lines have not seen: their peaks replace the
-    lines' peaks, their seconds count half. ``rounds`` and ``spread`` are those of :class:`Plan`.
+    all the same); ``measured`` the steps at the keeps asked for, which the lines have not seen: their seconds and peaks
+    replace the lines'. ``rounds`` and ``spread`` are those of :class:`Plan`.
     """
     gradients, measured = gradients or {}, measured or {}
     costs = [Cost("masked", plain.seconds, 0.0, plain.peak_bytes), *costs]
@@ -497,10 +497,10 @@ def make_plan(
         kept, point = count_kept(keep, num_rows), measured.get((cost.engine, keep))
         predicted_s = cost.seconds(kept) + plain.update_s
         measured_s = None if point is None else point.seconds + plain.update_s
-        step_s = predicted_s if measured_s is None else (predicted_s + measured_s) / 2
+        step_s = predicted_s if measured_s is None else measured_s
         way = Way(
             engine=cost.engine, keep=keep, kept=kept, step_s=step_s, predicted_s=predicted_s, measured_s=measured_s,
-            speedup=plain.whole_s / step_s, limit=plain.limit(kept / num_rows),
+            ratio=step_s / plain.whole_s, limit=plain.limit(kept / num_rows),
             peak_bytes=cost.peak_bytes(kept) if point is None else point.peak_bytes,
             gradient=gradients.get(cost.engine, (EXPECTED if cost.engine == THINNED else SAME, ""))[0],
         )  # fmt: skip
@@ -536,11 +536,12 @@ def _clauses(plan: Plan) -> Iterator[str]:
     choice, plain = plan.choice, milliseconds(plan.full_s)
     at = f"keep {choice.keep:g} (K = {choice.kept} of {plan.num_rows})"
     if choice.engine == "masked":
-        yield f"training on all rows is fastest at {at}: the plain step takes {plain} (limit {choice.limit:.2f})"
+        yield f"training on all rows is fastest at {at}: it takes {plain}, and the limit is {choice.limit:.2f} of it"
     else:
+        known = "" if choice.measured_s is not None else ", predicted"
         yield (
-            f"{choice.engine} takes {milliseconds(choice.step_s)} a step at {at}, {choice.speedup:.2f} times as fast "
-            f"as the plain step's {plain} (limit {choice.limit:.2f})"
+            f"{choice.engine} takes {choice.ratio:.2f} of the plain step at {at}, the limit is {choice.limit:.2f}: "
+            f"{milliseconds(choice.step_s)} instead of {plain}{known}"
         )
     here = [way for way in plan.ways if way.keep == choice.keep and way.engine != "masked" and way is not choice]
     for way in sorted(here, key=lambda way: (not way.eligible, way.step_s)):

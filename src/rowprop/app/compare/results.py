@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.settings import CUT, PRUNED, THINNED, Method, Settings
+from rowprop.app.compare.settings import CUT, PLAIN, PRUNED, THINNED, Method, Settings
 from rowprop.app.page import render
 from rowprop.app.terminal import new_table
 from rowprop.backprop.pick import Unit
@@ -183,16 +183,19 @@ def verdict(methods: Sequence[Json], *, seconds: float | None, task: Task = TASK
     others = [method for method in methods if method["name"] != "full"]
     found: Json = {"task": task, "seconds": seconds, "enough": ENOUGH_SEEDS, "full": full, "others": others}
     if full is not None and others:
+        plain = {method["label"].removeprefix(f"{PLAIN}@"): method for method in others if method["name"] == PLAIN}
+        others = [method for method in others if method["name"] != PLAIN]
         selecting = [method for method in others if method["selected"]]
         judge = _Judge(task, full)
-        seeds = min(len(method["seeds"]) for method in (full, *selecting))
+        seeds = min(len(method["seeds"]) for method in (full, *selecting, *plain.values()))
         judged = selecting if seeds >= ENOUGH_SEEDS else []
         found |= {
-            "selecting": selecting, "seeds": seeds, "means": judge.means(selecting),
-            "random": judge.against_random(judged, others),
+            "selecting": selecting, "seeds": seeds, "means": judge.means([*selecting, *plain.values()]),
+            "plain": judge.against_plain(judged, plain), "random": judge.against_random(judged, others),
             "against_full": judge.against_full(judged) if judged and seconds is None else None,
             "in_time": judge.in_time(judged) if judged and seconds is not None else None,
             "idle": [method["label"] for method in others if not method["selected"]],
+            "has_plain": bool(plain) or seconds is not None,
             "has_control": any(method["name"] in CONTROLS for method in others),
         }  # fmt: skip
     return " ".join(render("compare/verdict.txt.j2", **found).split())
@@ -221,6 +224,17 @@ class _Judge:
         best = max((self.full, *others), key=self.worth)
         named = {method["label"]: method for method in (self.full, *others) if method["name"] in ("full", "random")}
         return sorted((named | {best["label"]: best}).values(), key=self.worth, reverse=True)
+
+    def against_plain(self, selecting: Sequence[Json], plain: Mapping[str, Json]) -> list[Json]:
+        """Each method beside plain steps at its cost."""
+        pairs = [(method, plain[method["label"]]) for method in selecting if method["label"] in plain]
+        return [
+            {
+                "method": method, "control": control, "better": self.gain(method, control) > 0,
+                "differs": self.is_better(method, control) or self.is_better(control, method),
+            }
+            for method, control in pairs
+        ]  # fmt: skip
 
     def against_random(self, selecting: Sequence[Json], methods: Sequence[Json]) -> Json | None:
         """Compare the methods with blind choice; methods that backpropagate no more rows than it come first."""

@@ -14,7 +14,7 @@ from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import render_report
 from rowprop.app.compare.results import TASKS, Json, Run, summarise
-from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.settings import PLAIN, Settings
 from rowprop.app.compare.train import check_methods, train
 from rowprop.app.lookup import COMPARE, require_all
 from rowprop.app.page import environment
@@ -107,15 +107,29 @@ def _train_missing(
                 reached = "" if figure is None else f": {task.shown(figure)}"
                 tick(name + reached, (len(runs) - before + fraction) / (planned - before))
 
-            chosen = settings
-            if method.beside:  # the share of rows that this method kept in this seed
-                beside = next(run for run in runs if (run.label, run.seed) == (method.beside, seed))
-                chosen = replace(settings, keep=beside.rows_backpropagated / beside.rows_seen)
-            run = train(chosen, on_device, method, seed, tick_run)
+            chosen, rows = settings, None
+            if method.beside:
+                beside = _of(runs, method.beside, seed)
+                if method.name == PLAIN:
+                    rows = rows_at_cost(beside, _of(runs, "full", seed), min(settings.batch_rows, len(data.train_y)))
+                else:
+                    chosen = replace(settings, keep=beside.rows_backpropagated / beside.rows_seen)
+            run = train(chosen, on_device, method, seed, tick_run, rows)
             with _saying_kept(runs, planned):
                 folder.save(run)
             runs.append(run)
             say(f"{name}: {task.shown(getattr(run, task.figure))}, {run.train_s:.1f} s; {len(runs)} of {planned} runs")
+
+
+def _of(runs: list[Run], label: str, seed: int) -> Run:
+    return next(run for run in runs if (run.label, run.seed) == (label, seed))
+
+
+def rows_at_cost(method: Run, full: Run, batch_rows: int) -> int:
+    """Rows of a plain step that takes as long as the method's: all but the update is in proportion to the rows."""
+    update_s = full.phases_s["optimizer"]
+    share = (method.train_s - update_s) / (full.train_s - update_s)
+    return min(batch_rows, max(2, round(share * batch_rows)))
 
 
 @contextmanager

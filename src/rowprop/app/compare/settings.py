@@ -25,6 +25,7 @@ from rowprop.step.selective import SelectiveBackprop
 PRUNED = "infobatch+"  # rows are left out before the forward, and of the others some before the backward
 CUT = "cut"  # the engine sliced with attention="cut"
 THINNED = "thinned"
+PLAIN = "plain"  # plain@METHOD: plain steps on fewer rows, at the cost of that method
 DEFAULT_EPOCHS = {"digits": 12, "wordnet": 6}  # by data, elsewhere 8; for a model that predicts tokens 4
 DEFAULT_BATCH_ROWS = {"gpt": 16}  # by model, elsewhere 64; three seeds of gpt's default methods take minutes
 DEFAULT_LR = {"resnet": 0.1, "textnet": 0.5, "vit": 0.002, "gpt": 0.003}  # by model, elsewhere 0.05
@@ -75,7 +76,7 @@ METHODS: dict[Unit, dict[str, Kind]] = {
     },
 }
 DEFAULT_METHODS: dict[Unit, str] = {
-    "row": "full,random,ohem,composer,batch-loss-filter",
+    "row": "full,random,ohem,composer,batch-loss-filter,plain@ohem",
     "token": "full,random,random@cut,ohem,ohem@cut,rho1,rho1@cut",
 }
 
@@ -88,7 +89,7 @@ class Method:
     engine: str  # one of ENGINES, for tokens also CUT; "plain" for an ordinary loop
     label: str  # the method as the user wrote it, its name in every table and file
     kind: Kind
-    beside: str = ""  # the method whose share of backpropagated rows it keeps in each seed; empty for the settings'
+    beside: str = ""  # the method whose share of backpropagated rows, or for PLAIN whose cost, it has in each seed
 
     @property
     def is_own(self) -> bool:
@@ -130,12 +131,17 @@ def parse_methods(text: str, unit: Unit = "row") -> tuple[Method, ...]:
     methods = tuple(_parse_method(label, unit) for label in labels)
     for method in methods:
         if method.beside and method.beside not in labels:
-            keeps = f"method {method.label!r} keeps as many rows as {method.beside} of the same seed"
-            raise InvalidInput(f"{keeps}, but {method.beside} is not among the methods; name it too.")
+            keeps = "costs as much as" if method.name == PLAIN else "keeps as many rows as"
+            told = f"method {method.label!r} {keeps} {method.beside} of the same seed"
+            raise InvalidInput(f"{told}, but {method.beside} is not among the methods; name it too.")
+        if method.name == PLAIN and "full" not in labels:
+            raise InvalidInput(f"method {method.label!r} has its cost from the time of full; name full too.")
     return methods
 
 
 def _parse_method(label: str, unit: Unit) -> Method:
+    if label.startswith(f"{PLAIN}@"):
+        return Method(PLAIN, PLAIN, label, FULL, label.removeprefix(f"{PLAIN}@"))
     home, colon, last = label.rpartition(":")  # a path may hold an @
     last, at, engine = last.partition("@")
     name = home + colon + last
@@ -148,12 +154,12 @@ def _parse_method(label: str, unit: Unit) -> Method:
         return Method(name, engine, label, Kind(load_object(name, "method"), METHODS[unit]["random"].takes))
     kind = METHODS[unit].get(name)
     if kind is None:
-        known = ", ".join(METHODS[unit])
+        known = ", ".join((*METHODS[unit], f"{PLAIN}@METHOD"))
         raise InvalidInput(f"method {name!r} is unknown{among}; the methods are {known} and module:callable.")
     if kind.recipe is None:
         if at:
             raise InvalidInput(f"method {label!r} names an engine, but {name} is an ordinary loop; write {name}.")
-        engine = "plain"
+        engine = PLAIN
     return Method(name, engine, label, kind, beside)
 
 
@@ -197,6 +203,10 @@ class Settings:
             if amount is not None and not 0 < amount < float("inf"):
                 raise InvalidInput(f"{name} is {amount}, but a positive number was needed.")
         for method in self.parsed_methods:
+            if self.seconds is not None and method.name == PLAIN:
+                raise InvalidInput(
+                    f"{method.label} has no meaning under seconds: there full has the cost of each method."
+                )
             if self.epochs == 1 and method.kind.whole_first_epoch:
                 needs = f"{method.label} trains the first epoch whole and needs at least 2"
                 raise InvalidInput(f"epochs is 1, but {needs}; raise --epochs, or name other methods.")

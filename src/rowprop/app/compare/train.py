@@ -87,11 +87,12 @@ class Stepper:
 
     def __init__(
         self, model: nn.Module, method: Method, settings: Settings, data: Dataset, seed: int,
-        irreducible: Tensor | None = None,
+        irreducible: Tensor | None = None, rows: int | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.lr = settings.lr
         self.batch_rows = min(settings.batch_rows, len(data.train_y))
+        self.trained_rows = rows or self.batch_rows  # of each batch: a plain step on fewer rows
         sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=5e-4)
         kind = torch.optim.AdamW if settings.model in ADAMW else sgd
         self.optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=self.lr)
@@ -144,7 +145,7 @@ class Stepper:
             # Under a budget of seconds the length of an epoch is unknown; the first epoch is known by its place.
             told = 0.0 if epoch == 0 and seconds is not None and self._kind.whole_first_epoch else None
             for index in range(batches):
-                chunk = order[index * self.batch_rows : (index + 1) * self.batch_rows]
+                chunk = order[index * self.batch_rows :][: self.trained_rows]
                 loss, record = self.step(chunk, progress, index, told)
                 if seconds is not None:
                     progress = min(1.0, (self.train_s - begun_s) / seconds)
@@ -214,8 +215,10 @@ def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
 
 
 @unwarned()
-def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Run:
-    """Train one method with one seed.
+def train(
+    settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick, rows: int | None = None
+) -> Run:  # fmt: skip
+    """Train one method with one seed, on all rows of each batch or on the first ``rows`` of them.
 
     The seed fixes the model's start and, but for methods that draw their own, the order of the rows. Evaluation,
     counting which rows were chosen, and three warm-up steps on a throwaway copy happen outside the clock. ``tick`` is
@@ -224,7 +227,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     """
     total_rows = len(data.train_y)
     figure = TASKS[data.unit].figure
-    stepper = _prepared(settings, data, method, seed, tick)
+    stepper = _prepared(settings, data, method, seed, tick, rows)
     seconds = None if settings.seconds is None else max(settings.seconds - stepper.train_s, 1e-9)
     shuffle = torch.Generator().manual_seed(seed)
     run = Run(method.label, method.engine, seed, phases_s=stepper.phases_s)
@@ -273,20 +276,22 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     return run
 
 
-def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Stepper:
+def _prepared(
+    settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick, rows: int | None
+) -> Stepper:  # fmt: skip
     """Return the run's stepper, warmed up on a copy of its model; models that only score are trained."""
     torch.manual_seed(seed)
     model = _model_for(settings, data)
     irreducible = torch.zeros(data.train_y.shape) if method.kind.needs_irreducible else None
-    warm = Stepper(copy.deepcopy(model), method, settings, data, seed, irreducible)
+    warm = Stepper(copy.deepcopy(model), method, settings, data, seed, irreducible, rows)
     for index in range(WARMUP_STEPS):
-        warm.step(torch.arange(warm.batch_rows), progress=0.5, batch_index=index)
+        warm.step(torch.arange(warm.trained_rows), progress=0.5, batch_index=index)
     tick(0.0, None)
     spent_s = 0.0
     if method.kind.needs_irreducible:
         irreducible, spent_s = irreducible_losses(settings, data, seed)
     torch.manual_seed(seed)
-    stepper = Stepper(model, method, settings, data, seed, irreducible)
+    stepper = Stepper(model, method, settings, data, seed, irreducible, rows)
     stepper.phases_s["score"] += spent_s
     return stepper
 
