@@ -37,7 +37,9 @@ LIMIT_S = 60
 DRAWN = 12  # numbers, texts, tensors and functions for each argument, beside the values that have a name
 SEVERAL = 3  # inputs of each callable with several bad values at a time
 # What src has to mend: sparse tensors, an image without a side, a selector that has met what the history then refuses.
-KNOWN = re.compile("'Sparse|e.g. .*sparse|Downscaled.__call__ batch: .*no columns|SelectiveBackprop.__call__.* ids: changed")
+KNOWN = re.compile(
+    "'Sparse|e.g. .*sparse|Downscaled.__call__ batch: .*no columns|SelectiveBackprop.__call__.* ids: changed"
+)
 QUIET = settings(phases=[Phase.generate], database=None, deadline=None, suppress_health_check=[*HealthCheck])
 SETTINGS = "is_grad_enabled get_default_dtype get_num_threads are_deterministic_algorithms_enabled".split()
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import rowprop
 from hostile_values import Made, N, Net, guarded, losses_fn
@@ -188,17 +189,15 @@ def floats(law: Law) -> Law:
     return lambda t: t.is_floating_point() and t.layout == torch.strided and law(t)
 
 
-def plain(
-    model: Any = None, batch: Any = BATCH, losses: Any = losses_fn, *, dims: int = 1, strict: bool = True
-) -> bool:
+def plain(model: Any = None, batch: Any = BATCH, losses: Any = losses_fn, dims: int = 1, strict: bool = True) -> bool:
     """Whether the user's own step works in plain PyTorch: the truth about a model, a batch and a losses function."""
     found = losses(Net() if model is None else model, batch)
     if isinstance(found, rowprop.Scored):
         assert not strict or (found.scores.shape == found.losses.shape and found.scores.is_floating_point())
         found = found.losses
     per_row = found.ndim == dims or (dims == 1 and found.shape[1:] == (1,))
-    right = per_row and found.is_floating_point() and len(found) == len(batch[0]) > 0 and not found.is_meta
-    return right and takes(losses, 2) and (not strict or bool(found.isfinite().all()))
+    right = per_row and found.is_floating_point() and len(found) > 0 and not found.is_meta and takes(losses, 2)
+    return right and (not strict or (len(found) == len(batch[0]) and bool(found.isfinite().all())))
 
 
 def sound(selector: Any) -> bool:
@@ -215,6 +214,10 @@ def like(saved: Any, other: Any) -> bool:
     return saved is None or (type(saved) is type(other) and (not is_number(saved) or other >= 0))
 
 
+def one_length(batch: Any) -> bool:
+    return len({len(each) for each in tree_leaves(batch) if isinstance(each, Tensor)}) == 1
+
+
 def indexes(rows: Any) -> bool:
     """Whether PyTorch's own indexing takes the rows; a result of several dimensions is no choice of rows."""
     if isinstance(rows, rowprop.Selection):
@@ -225,7 +228,7 @@ def indexes(rows: Any) -> bool:
 def fits(law: Law, value: Any) -> bool:
     try:
         return bool(law(value))
-    except Exception:  # a value of another kind
+    except (Exception, SystemExit):  # a value of another kind
         return False
 
 
@@ -308,11 +311,10 @@ TRAINABLE: dict[str, Law] = {
     "keep": lambda keep: all(map(within("(0,1)"), keep if isinstance(keep, list) else [keep])),
 }
 SELECTORS = {history.ReducibleLoss} | {kind for kind in names_of(selection).values() if hasattr(kind, "_choose")}
-PLAIN = """engines.Sliced engines.Recompute engines.Masked watch skip_zeros find_zeros cost.count_flops
-schedule.Schedule schedule.Joined schedule.Ramp schedule.Progress recipes.ohem recipes.random recipes.composer recipes.batch_loss_filter
-recipes.biggest_losers recipes.kath18 recipes.infobatch recipes.rho_loss
-scoring.entropy scoring.margin scoring.gradient_norm scoring.logits_of distributed.Global
-distributed.Local distributed.mean batch.num_rows batch.take""".split()  # all by the names of their arguments
+PLAIN = """engines.Sliced engines.Recompute engines.Masked watch skip_zeros find_zeros cost.count_flops schedule.Ramp
+schedule.Schedule schedule.Joined schedule.Progress recipes.ohem recipes.random recipes.composer recipes.kath18
+recipes.batch_loss_filter recipes.biggest_losers recipes.infobatch recipes.rho_loss scoring.entropy scoring.margin
+scoring.gradient_norm scoring.logits_of distributed.Global distributed.Local distributed.mean""".split()
 
 ENTRIES: dict[str, dict[str, Any]] = {
     **{name: {} for name in (*PLAIN, *(kind.__name__ for kind in SELECTORS - {history.ReducibleLoss}))},
@@ -346,6 +348,8 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "history.holdout_losses": {"laws": COUNTABLE},
     "scoring.Downscaled": {"laws": HANDED_ON, "function": brightness, "batch": IMAGES},
     "scoring.score_without_graph": {"laws": HANDED_ON},
+    "batch.num_rows": {"laws": {"batch": one_length}},
+    "batch.take": {"laws": {"batch": one_length, "rows": IN_RANGE}},
     "scoring.per_row_mean": {"mask": torch.ones(N, 4)},
     "thin": {"laws": {"model": lambda model: isinstance(model, nn.Sequential)}, "model": blocks(), "keep": None},
     "Thinning": {"on": thinning},
@@ -364,7 +368,7 @@ UNTRIED = {name for names in NO_ENTRIES for name in names.split()}
 
 @dataclass(frozen=True)
 class Argument:
-    """What makes the valid example, whether a value is no mistake, and how the example is called if it is a function."""
+    """What makes the valid example, what is no mistake, and how the example is called if it is a function."""
 
     valid: Made
     law: Law

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hostile_cases import BATCH, CALLS, fits, plain, within
-from hostile_values import Made, Net, Outcome, Slot, bad, losses_fn, steps
+from hostile_values import Made, Net, Outcome, Slot, bad, hooked, losses_fn, steps
 from rowprop.app import cli
 
 MODELS = """
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def said(self) -> str:
-        return f"{shlex.join(self.args)[:150]} {self.name}"
+        return f"{shlex.join(self.args)[:150]!a} {self.name}"
 
 
 def numbers_in(interval: str) -> Callable[[str], bool]:
@@ -78,9 +78,9 @@ $HOME meta cuda:99 int64 float8_e4m3fn Tensor 8x3 0x3 -8x3 8x 8X3 99999999999x3 
 infobatch+ models.py:nothing models.py:needs_argument ends.py:rows cpu float64 9999999999999999999999999""".split()
 TEXTS += ["", " ", "a b", "a\nb", "x" * 5000, "'", "\\", "\u202e", "\ud800"]
 SPECS = """models.py models.py: :good : models nothing:good nothing.py:good models.py:nothing [/foo]:a broken.py:make
-fails.py:make ends.py:make empty.py:make bytes.py:make theirs:make /dev/null:make torchvision/ torchvision/[/foo] os:getcwd
-models.py:good:good sys:exit builtins:dict builtins:input models.py:not_callable models.py:alone models.py:needs_argument
-""".split()
+fails.py:make ends.py:make empty.py:make bytes.py:make theirs:make /dev/null:make torchvision/ torchvision/[/foo]
+os:getcwd models.py:good:good sys:exit builtins:dict builtins:input models.py:not_callable models.py:alone
+models.py:needs_argument""".split()
 OUT = ["", *"notes.txt notes.txt/x /dev/null /dev/full /proc/x odd dangling/x loop".split(), "x" * 300]
 OUT_FINE = [*"new new/deep/er . theirs empty ./new/ [red]x[/] ü linked".split(), "new folder"]
 TRACE, TRACE_FINE = ["", *". theirs notes.txt/x /dev/full /proc/x nowhere/x loop".split()], ["new.json", "/dev/null"]
@@ -94,16 +94,10 @@ BASE = {
 }
 NUMBERS = """seed:[0,inf) seeds:[1,inf) batch:[1,inf) threads:[1,9] train_rows:[2,48] rounds:[1,inf) epochs:[1,inf)
 lr:(0,inf) seconds:(0,inf) keep:(0,1]""".split()
-RIGHT = {"engine": "sliced", "dtype": "float64", "device": "cpu", "batchnorm": "", "attention": "", "unit": ""}
-RIGHT |= {
-    "optimizer": "",
-    "input_shape": "",
-    "data": "",
-    "model": "",
-    "methods": "",
-}  # the only text that is no mistake
+RIGHT = {"engine": "sliced", "dtype": "float64", "device": "cpu"}  # of some options one text is no mistake, or none
+RIGHT |= dict.fromkeys("batchnorm attention unit optimizer input_shape data model methods".split(), "/")
 LAWS: dict[str, Callable[[str], bool]] = {
-    **{name: lambda text, right=right: text.strip() == (right or "/") for name, right in RIGHT.items()},
+    **{name: lambda text, right=right: text.strip() == right for name, right in RIGHT.items()},
     **{name: numbers_in(interval) for name, interval in (each.split(":") for each in NUMBERS)},
     "data_dir": lambda text: True,
 }
@@ -123,21 +117,15 @@ def option_cases(command: str, name: str) -> Iterator[st.SearchStrategy[Case]]:
 
 
 FACTORIES: dict[str, Made] = {
-    "exits": lambda: sys.exit(0),
-    "asks": lambda: input(),
+    "exits": sys.exit,
+    "asks": input,
     "raises lines": lambda: [][print("a factory's own words") or "first line\nsecond line [/foo]"],  # type: ignore
     "ends": lambda: next(iter(())),
-    "forward exits": lambda: (says(lambda out: sys.exit(0)), BATCH),
-    "forward mixes": lambda: (says(lambda out: out - out.mean(0)), BATCH),
+    "forward exits": lambda: (hooked(Net(), lambda out: sys.exit(0)), BATCH),
+    "forward mixes": lambda: (hooked(Net(), lambda out: out - out.mean(0)), BATCH),
     "markup": lambda: (nn.Sequential(nn.Sequential(Net()), type("[/foo]", (nn.ReLU,), {})()), BATCH),
     "three rows": lambda: (Net(), (BATCH[0][:3], BATCH[1][:3])),
 }
-
-
-def says(function: Callable[[Any], Any]) -> nn.Module:
-    model = Net()
-    model.register_forward_hook(lambda _, __, out: function(out))
-    return model
 
 
 def model_cases(command: str) -> Iterator[st.SearchStrategy[Case]]:
@@ -181,11 +169,9 @@ def other_cases() -> Iterator[tuple[str, Case]]:
 def command_slots() -> Iterator[Slot]:
     for command in BASE:
         for name, kind in typing.get_type_hints(getattr(cli, command)).items():
-            options = (
-                model_cases if (name, command) in {("model", each) for each in BASE if each != "compare"} else None
-            )
             if kind not in (bool, type(None)):
-                cases = [*(options(command) if options else option_cases(command, name))]
+                of_model = name == "model" and command != "compare"
+                cases = [*(model_cases(command) if of_model else option_cases(command, name))]
                 yield Slot(f"rowprop {command}", name, cases, attempt_command, 6)
     for command, case in other_cases():
         yield Slot(f"rowprop {command}", "", [st.just(case)], attempt_command)
@@ -227,9 +213,8 @@ def changed(before: dict[Path, object], after: dict[Path, object], writes: str) 
     wrong = [f"{path} is changed" for path, held in before.items() if after.get(path) != held]
     new = after.keys() - before.keys()
     wrong += [f"{path} was left behind" for path in new if path.suffix == ".tmp"]
-    return wrong + [
-        f"{path} was made" for path in new if home not in (path, *path.parents) and path not in home.parents
-    ]
+    outside = [path for path in new if home not in (path, *path.parents) and path not in home.parents]
+    return wrong + [f"{path} was made" for path in outside]
 
 
 def attempt_command(case: Case) -> Outcome:

@@ -138,7 +138,7 @@ def _first(tensor: Tensor, number: float) -> Tensor:
     return tensor.detach().clone().index_fill_(0, torch.tensor([0]), number)
 
 
-def _after(module: nn.Module, step: Step) -> nn.Module:
+def hooked(module: nn.Module, step: Step) -> nn.Module:
     module.register_forward_hook(lambda _, __, out: step(out))
     return module
 
@@ -162,9 +162,9 @@ STEPS: dict[type, dict[str, Step]] = {
         "frozen": lambda module: module.requires_grad_(False), "on meta": lambda module: module.to("meta"),
         "half": lambda module: module.half(), "empty": lambda module: nn.Sequential(),
         "another": lambda module: nn.Linear(3, 4), "without parameters": lambda module: nn.Identity(),
-        "nan weights": lambda module: module.apply(lambda each: [nn.init.constant_(p, torch.nan) for p in each.parameters()]),
-        "forward raises": functools.partial(_after, step=guarded(lambda out: out.nothing)),
-        **{f"forward gives {said(one)}": functools.partial(_after, step=Returns(one)) for one in (None, "a", torch.tensor(0.5))},
+        "nan weights": lambda module: [nn.init.constant_(p, torch.nan) for p in module.parameters()] and module,
+        "forward raises": functools.partial(hooked, step=guarded(lambda out: out.nothing)),
+        **{f"forward gives {one}": functools.partial(hooked, step=Returns(one)) for one in (None, "a", torch.ones(()))},
     },
     Mapping: {"another entry": lambda v: {**v, "another": 1}},
     list: {"one short": lambda v: v[:-1], "twice": lambda v: v * 2, "alone": lambda v: v[0]},
