@@ -99,7 +99,7 @@ def use(result: Any, model: Any = None) -> Any:
     match result:
         case Tensor():
             if result.requires_grad and result.numel():
-                result.backward(torch.eye(*result.shape) if result.ndim == 2 else torch.ones_like(result))
+                result.backward(torch.eye(*result.shape).to(result) if result.ndim == 2 else torch.ones_like(result))
         case rowprop.Selection(rows=kept, weights=weights):  # has to be sound, even of bad input
             rows = kept.tolist()
             assert rows == sorted(set(rows)) and all(0 <= row < result.num_rows for row in rows), "rows"
