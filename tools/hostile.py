@@ -144,7 +144,7 @@ def tried(slot: Slot, number: int) -> tuple[Counter[str], dict[str, list[str]]]:
                 outcome = "known"
             counts[outcome] += 1
             if outcome not in (*RIGHT, "known"):
-                findings[re.sub(r"(\w+Error): .*\[", r"\1 [", f"{outcome}: {detail[:120]}")].append(said)
+                findings[re.sub(r"(\w+Error): .*\[", r"\1 [", f"{outcome}: {detail[:120]!a}")].append(said)
 
     each()
     return counts, findings

@@ -312,8 +312,8 @@ TRAINABLE: dict[str, Law] = {
 }
 SELECTORS = {history.ReducibleLoss} | {kind for kind in names_of(selection).values() if hasattr(kind, "_choose")}
 PLAIN = """engines.Sliced engines.Recompute engines.Masked watch skip_zeros find_zeros cost.count_flops schedule.Ramp
-schedule.Schedule schedule.Joined schedule.Progress recipes.ohem recipes.random recipes.composer recipes.kath18
-recipes.batch_loss_filter recipes.biggest_losers recipes.infobatch recipes.rho_loss scoring.entropy scoring.margin
+schedule.Schedule schedule.Joined schedule.Progress recipes.ohem recipes.random recipes.kath18
+recipes.batch_loss_filter recipes.biggest_losers recipes.rho_loss scoring.entropy scoring.margin
 scoring.gradient_norm scoring.logits_of distributed.Global distributed.Local distributed.mean""".split()
 
 ENTRIES: dict[str, dict[str, Any]] = {
@@ -337,6 +337,8 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "plan": {"laws": TRAINABLE, "seconds": 0.2},
     "cost.count_step": {"laws": COUNTABLE},
     "cost.profile": {"laws": COUNTABLE},
+    "recipes.composer": {"scale_factor": 1.0},
+    "recipes.infobatch": {"laws": MEMORIES},
     "recipes.rho1": {"losses_fn": token_losses, "laws": OF_TOKENS},
     "recipes.rho1, remembered": {"losses_fn": token_losses, "reference": torch.rand(N, 4), "laws": OF_TOKENS},
     "recipes.high_entropy_tokens": {"losses_fn": losses_and_entropies, "laws": OF_TOKENS},

@@ -36,6 +36,7 @@ def alone(): return good()[0]
 def model(): return nn.Linear(3, 2)
 def rows(): return torch.randn(48, 3), torch.arange(48) % 2, torch.randn(16, 3), torch.arange(16) % 2
 def given(): return sys.modules["hostile_commands"].GIVEN[0]()
+def prints(): print("a factory's own words"); return good()
 def needs_argument(size): return good()
 not_callable = 5
 """
@@ -119,7 +120,7 @@ def option_cases(command: str, name: str) -> Iterator[st.SearchStrategy[Case]]:
 FACTORIES: dict[str, Made] = {
     "exits": sys.exit,
     "asks": input,
-    "raises lines": lambda: [][print("a factory's own words") or "first line\nsecond line [/foo]"],  # type: ignore
+    "raises lines": lambda: {}["first line\nsecond line [/foo]"],
     "ends": lambda: next(iter(())),
     "forward exits": lambda: (hooked(Net(), lambda out: sys.exit(0)), BATCH),
     "forward mixes": lambda: (hooked(Net(), lambda out: out - out.mean(0)), BATCH),
@@ -155,6 +156,7 @@ def other_cases() -> Iterator[tuple[str, Case]]:
         yield "", Case(args, True)
     for args in (("--help",), ("--version",), *((command, "--help") for command in BASE)):
         yield "", Case(args)
+    yield "flops", Case(("flops", "models.py:prints", "--json"))
     for command, base in BASE.items():
         for more in (("--nothing",), ("extra",), ("--seed",), ("--json", "--json=5")):
             yield command, Case((*base, *more), True, "made")
