@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 from hostile_cases import Door, doors
 from hostile_commands import command_slots
-from hostile_values import Injected, Made, Outcome, Slot, bad
+from hostile_values import FREE, Injected, Made, Outcome, Slot, bad
 from rowprop.errors import RowpropError
 
 LIMIT_S = 60
@@ -98,11 +98,12 @@ def library_slots(only: str) -> Iterator[Slot]:
     """The valid example of each door, each bad value of each argument, and several of them at a time."""
     for name, door in doors()[0].items():
         each = {argument: bad(given.valid, given.call) for argument, given in door.arguments.items() if only in name}
-        for argument, values in each.items() if only in name else ():
-            one = [value.map(lambda drawn, argument=argument: {argument: drawn}) for value in values]
-            yield Slot(name, argument, one, partial(attempt, door), DRAWN)
-        several = st.fixed_dictionaries({}, optional={argument: st.one_of(values) for argument, values in each.items()})
-        yield Slot(name, "", [st.just({}), several], partial(attempt, door), SEVERAL * (len(each) > 1))
+        for argument, values in each.items():
+            free = FREE.map(lambda drawn, argument=argument: {argument: drawn})
+            yield Slot(name, argument, [{argument: value} for value in values], partial(attempt, door), free, DRAWN)
+        several = {argument: st.sampled_from(values) | FREE for argument, values in each.items()}
+        several = st.fixed_dictionaries({}, optional=several)
+        yield Slot(name, "", [{}], partial(attempt, door), several, SEVERAL * (len(each) > 1))
 
 
 class Hang(BaseException):
@@ -132,9 +133,6 @@ def tried(slot: Slot, number: int) -> tuple[Counter[str], dict[str, list[str]]]:
     """How many inputs had each outcome, and the findings with the inputs that lead to each."""
     counts, findings, met = Counter[str](), defaultdict[str, list[str]](list), set[str]()
 
-    @seed(number)
-    @settings(QUIET, max_examples=len(slot.values) + slot.drawn)
-    @given(st.one_of(slot.values))
     def each(drawn: Any) -> None:
         said = ", ".join(f"{key}={words}" for key, (words, _) in drawn.items()) if type(drawn) is dict else drawn.said
         if said not in met:
@@ -146,7 +144,10 @@ def tried(slot: Slot, number: int) -> tuple[Counter[str], dict[str, list[str]]]:
             if outcome not in (*RIGHT, "known"):
                 findings[re.sub(r"(\w+Error): .*\[", r"\1 [", f"{outcome}: {detail[:120]!a}")].append(said)
 
-    each()
+    for named in slot.named:
+        each(named)
+    if slot.drawn:
+        seed(number)(settings(QUIET, max_examples=slot.drawn)(given(slot.free)(each)))()
     return counts, findings
 
 

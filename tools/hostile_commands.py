@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hostile_cases import BATCH, CALLS, fits, plain, within
-from hostile_values import Made, Net, Outcome, Slot, bad, hooked, losses_fn, steps
+from hostile_values import FREE, Made, Net, Outcome, Slot, bad, hooked, losses_fn, steps
 from rowprop.app import cli
 
 MODELS = """
@@ -104,17 +104,22 @@ LAWS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def option_cases(command: str, name: str) -> Iterator[st.SearchStrategy[Case]]:
+def option_slot(command: str, name: str) -> Slot:
     """Texts for one option; every option of a command has to have its law here."""
     base, writes = (*BASE[command], "--" + name.replace("_", "-")), "made" if command == "compare" else "nowhere"
     if name in ("out", "trace"):
         wrong, fine = (OUT, OUT_FINE) if name == "out" else (TRACE, TRACE_FINE)
-        yield from (st.just(Case((*base, text), text in wrong, text or "nowhere")) for text in (*wrong, *fine))
-        return
+        cases = [Case((*base, text), text in wrong, text or "nowhere") for text in (*wrong, *fine)]
+        return Slot(f"rowprop {command}", name, cases, attempt_command)
     law, long = LAWS[name], name in ("rounds", "epochs", "seeds", "seconds")  # so many take as long as they take
-    texts = [st.just(text) for text in TEXTS if not (long and fits(lambda text: float(text) > 2, text))]
-    for text in (*texts, st.text(max_size=12).filter(lambda text: not fits(float, text))):
-        yield text.map(lambda text: Case((*base, text), not fits(law, text), writes))
+    texts = [text for text in TEXTS if not (long and fits(lambda text: float(text) > 2, text))]
+    cases = [Case((*base, text), not fits(law, text), writes) for text in texts]
+    free = (
+        st.text(max_size=12)
+        .filter(lambda text: not fits(float, text))
+        .map(lambda text: Case((*base, text), True, writes))
+    )
+    return Slot(f"rowprop {command}", name, cases, attempt_command, free, 3 * (name != "data_dir"))
 
 
 FACTORIES: dict[str, Made] = {
@@ -129,7 +134,7 @@ FACTORIES: dict[str, Made] = {
 }
 
 
-def model_cases(command: str) -> Iterator[st.SearchStrategy[Case]]:
+def model_slot(command: str) -> Slot:
     """Places of models that are none, and every value one step away from a model, a batch and its losses."""
     rest = BASE[command][2:]
 
@@ -138,16 +143,17 @@ def model_cases(command: str) -> Iterator[st.SearchStrategy[Case]]:
         counted = command == "flops" and (not isinstance(batch, tuple) or next(model.parameters()).is_meta)
         return counted or plain(model, batch, *losses, strict=False)
 
-    def case(name: str, make: Made) -> Case:
-        return Case((command, "models.py:given", *rest), not fits(trains, make), "nowhere", make, name)
+    def case(drawn: tuple[str, Made]) -> Case:
+        return Case((command, "models.py:given", *rest), not fits(trains, drawn[1]), "nowhere", drawn[1], drawn[0])
 
-    yield from (st.just(Case((command, spec, *rest), True)) for spec in ("", *SPECS))
+    cases = [Case((command, spec, *rest), True) for spec in ("", *SPECS)]
     for shape in "8x3 1x3 0x3 -8x3 8x5 8x 8X3 99999999999x3".split():
-        yield st.just(Case((command, "models.py:alone", *rest, "--input-shape", shape), shape not in ("8x3", "1x3")))
-    for strategy in (*bad(lambda: (Net(), BATCH, losses_fn)), *(st.just(each) for each in FACTORIES.items())):
-        yield strategy.map(lambda drawn: case(*drawn))
-    for name, step in steps(losses_fn, CALLS["losses_fn"]):
-        yield st.just(case(f"losses: {name}", lambda step=step: (Net(), BATCH, step(losses_fn))))
+        wrong = shape not in ("8x3", "1x3")
+        cases.append(Case((command, "models.py:alone", *rest, "--input-shape", shape), wrong))
+    losses = steps(losses_fn, CALLS["losses_fn"])
+    other = [(f"losses: {name}", lambda step=step: (Net(), BATCH, step(losses_fn))) for name, step in losses]
+    cases += map(case, [*FACTORIES.items(), *bad(lambda: (Net(), BATCH, losses_fn)), *other])
+    return Slot(f"rowprop {command}", "model", cases, attempt_command, FREE.map(case), 6)
 
 
 def other_cases() -> Iterator[tuple[str, Case]]:
@@ -173,12 +179,11 @@ def command_slots() -> Iterator[Slot]:
         for name, kind in typing.get_type_hints(getattr(cli, command)).items():
             if kind not in (bool, type(None)):
                 of_model = name == "model" and command != "compare"
-                cases = [*(model_cases(command) if of_model else option_cases(command, name))]
-                yield Slot(f"rowprop {command}", name, cases, attempt_command, 6)
+                yield model_slot(command) if of_model else option_slot(command, name)
     for command, case in other_cases():
-        yield Slot(f"rowprop {command}", "", [st.just(case)], attempt_command)
+        yield Slot(f"rowprop {command}", "", [case], attempt_command)
     for args in ((*BASE["flops"], "--json"), BASE["verify"], ("--help",), ("flops", "models.py:nothing")):
-        yield Slot("rowprop in a shell", "", [st.just(Case(args, name=line)) for line in SHELL], attempt_in_shell)
+        yield Slot("rowprop in a shell", "", [Case(args, name=line) for line in SHELL], attempt_in_shell)
 
 
 # --- running one ------------------------------------------------------------------------------------------------------

@@ -22,18 +22,18 @@ import rowprop
 N = 8  # rows of the valid batch
 Made = Callable[[], Any]
 Step = Callable[[Any], Any]
-Values = list[st.SearchStrategy[tuple[str, Any]]]  # each value with its words
 Outcome = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """An argument of a door, strategies for its values, how one is tried, and how many more of those that are drawn."""
+    """An argument of a door: values that have a name, how one is tried, and how many more are drawn from a strategy."""
 
     door: str
     argument: str
-    values: list[st.SearchStrategy[Any]]
+    named: list[Any]
     attempt: Callable[..., Outcome]
+    free: Any = None
     drawn: int = 0
 
     @property
@@ -128,8 +128,8 @@ tensors = st.builds(
     lambda number, dtype, shape: torch.full(shape, number).to(dtype),
     *(st.floats(width=32), st.sampled_from(DTYPES), st.lists(st.integers(0, N + 1), max_size=3)),
 )
-FREE = [numbers, st.text(max_size=20), tensors, st.lists(numbers | st.none(), max_size=N), st.builds(Returns, numbers)]
-ANYTHING: Values = [st.just(made(value)) for value in EVERY_KIND] + [values.map(made) for values in FREE]
+lists = st.lists(numbers | st.none(), max_size=N)
+FREE = st.one_of(numbers, st.text(max_size=20), tensors, lists, st.builds(Returns, numbers)).map(made)
 
 # --- one step away from a valid value ---------------------------------------------------------------------------------
 
@@ -211,10 +211,10 @@ def inner(value: Any) -> Iterator[tuple[str, Step]]:
     yield from steps(value)
 
 
-def bad(valid: Made, call: tuple[Any, ...] | None = None) -> Values:
-    """Strategies for every bad value beside a valid one; each draws its words and its maker."""
+def bad(valid: Made, call: tuple[Any, ...] | None = None) -> list[tuple[str, Made]]:
+    """Every bad value beside a valid one that has a name, with its maker; :data:`FREE` draws more."""
     near = [(name, lambda step=step: step(valid())) for name, step in steps(valid(), call)]
-    return ANYTHING + [st.just((name, make)) for name, make in near if possible(make)]
+    return [made(value) for value in EVERY_KIND] + [(name, make) for name, make in near if possible(make)]
 
 
 def possible(make: Made) -> bool:
