@@ -37,7 +37,7 @@ torch.manual_seed(0)
 Law = Callable[[Any], Any]
 BATCH = torch.randn(N, 3), torch.randint(4, (N,))
 SCORES, IDS, ROWS = torch.rand(N) + 0.1, torch.arange(N), torch.tensor([0, 2, 5])
-FLOATS = (torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.float32, torch.float64)
 IMAGES = torch.zeros(N, 3, 4, 4), torch.zeros(N, dtype=torch.int64)
 
 
@@ -98,7 +98,7 @@ def step(**options: Any) -> rowprop.SelectiveBackprop:
 def use(result: Any, model: Any = None) -> Any:
     match result:
         case Tensor():
-            if result.requires_grad and result.numel():
+            if result.requires_grad and result.numel() and not result.is_meta:
                 result.backward(torch.eye(*result.shape).to(result) if result.ndim == 2 else torch.ones_like(result))
         case rowprop.Selection(rows=kept, weights=weights):  # has to be sound, even of bad input
             rows = kept.tolist()
@@ -311,7 +311,7 @@ TRAINABLE: dict[str, Law] = {
     "keep": lambda keep: all(map(within("(0,1)"), keep if isinstance(keep, list) else [keep])),
 }
 SELECTORS = {history.ReducibleLoss} | {kind for kind in names_of(selection).values() if hasattr(kind, "_choose")}
-PLAIN = """engines.Sliced engines.Recompute engines.Masked watch skip_zeros find_zeros cost.count_flops schedule.Ramp
+PLAIN = """engines.Sliced engines.Recompute engines.Masked watch skip_zeros cost.count_flops schedule.Ramp
 schedule.Schedule schedule.Joined schedule.Progress recipes.ohem recipes.random recipes.kath18
 recipes.batch_loss_filter recipes.biggest_losers recipes.rho_loss scoring.entropy scoring.margin
 scoring.gradient_norm scoring.logits_of distributed.Global distributed.Local distributed.mean""".split()
@@ -333,6 +333,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "SelectiveBackprop, sampler": {**PARTS, "history": sampler()},
     "pick": {"laws": {"rows": indexes}},
     "rowwise": {"call": declared, "laws": DECLARED, **dict.fromkeys(DECLARED, 0)},
+    "find_zeros": {"laws": {"model": lambda model: isinstance(model, nn.Module)}},
     "verify": {"laws": {**TRAINABLE, "seed": within("(-inf,inf)", whole=True)}, "rows": None, "tolerance": 1e-3},
     "plan": {"laws": TRAINABLE, "seconds": 0.2},
     "cost.count_step": {"laws": COUNTABLE},
@@ -486,4 +487,5 @@ def first_use(make: Callable[..., Any], **given: Any) -> Any:
 
 def called(method: str, instance: Any, /, **given: Any) -> Any:
     called = guarded(getattr(instance, method)) if "getitem" in method else getattr(instance, method)
-    return use(called(**given))  # the protocol of sequences gives TypeError and IndexError a meaning
+    result = called(**given)  # the protocol of sequences gives TypeError and IndexError a meaning
+    return result if isinstance(result, selection.Context) else use(result)
