@@ -210,7 +210,8 @@ def like(saved: Any, other: Any) -> bool:
         return isinstance(other, Mapping) and all(like(held, other[key]) for key, held in saved.items())
     if isinstance(saved, Tensor):
         kinds = {saved.dtype, other.dtype}
-        return saved.ndim == other.ndim and not other.is_meta and (len(kinds) == 1 or kinds <= {*FLOATS})
+        same = saved.ndim == other.ndim or saved.dtype == torch.uint8  # a generator's, which torch flattens
+        return same and not other.is_meta and (len(kinds) == 1 or kinds <= {*FLOATS})
     return saved is None or (type(saved) is type(other) and (not is_number(saved) or other >= 0))
 
 
@@ -269,6 +270,7 @@ for line in RANGES.strip().splitlines():
 LAWS: dict[str, Law] = {
     "model": lambda model: plain(model), "batch": lambda batch: plain(batch=batch),
     **dict.fromkeys(("losses_fn", "function", "scorer"), lambda function: plain(losses=function)),
+    "history": lambda given: isinstance(given, (history.LossHistory, history.PruningSampler)),
     "selector": sound, "ids": whole(N), "classes": whole(N), "positions": whole(N),
     "context": lambda given: isinstance(given, selection.Context) and all(len(c) == N for c in given.columns.values()),
     "scores": floats(lambda t: t.ndim == 1), "kept": floats(lambda t: t.ndim == 1),
@@ -297,7 +299,12 @@ CALLS["selector"] = SCORES, known()
 DECLARED = dict.fromkeys(("saved", "grads", "outputs"), lambda declaration: True)  # a wrong one costs time, no more
 MEMORY = selection.PercentileSampling(floor=0.5)
 PARTS = dict.fromkeys("scorer schedule history total_steps accumulate_to min_rows".split())
-OF_TOKENS = {"losses_fn": lambda function: plain(losses=function, dims=2)}
+OF_TOKENS = {
+    "losses_fn": lambda function: any(
+        fits(lambda f, n=n: plain(losses=f, dims=n, strict=False), function) for n in (1, 2)
+    )
+}
+PLACES: dict[str, Law] = {"rows": whole(least=-N, most=N - 1)}
 IN_RANGE = whole(least=0, most=N - 1)
 MEMORIES: dict[str, Law] = {"rows": IN_RANGE, "num_rows": within("[8,1000000]", whole=True)}
 HANDED_ON: dict[str, Law] = {"function": lambda f: takes(f, 2), "batch": lambda b: True, "model": lambda m: True}
@@ -319,7 +326,7 @@ scoring.gradient_norm scoring.logits_of distributed.Global distributed.Local dis
 ENTRIES: dict[str, dict[str, Any]] = {
     **{name: {} for name in (*PLAIN, *(kind.__name__ for kind in SELECTORS - {history.ReducibleLoss}))},
     **{name: {"selector": MEMORY} for name in ("MultipleOf", "OverAll", "PerClass", "history.ReducibleLoss")},
-    "Context": {"laws": {"history": lambda given: True, "progress": within("[0,1]")}},
+    "Context": {"laws": {"history": lambda given: True, "progress": within("[0,1]"), **PLACES}},
     "Selection": {"call": partial(used_selection, rowprop.Selection), "weights": torch.full((3,), 1 / 3)},
     "selector": {
         "call": lambda function: use(step(selector=rowprop.selector(function))),
