@@ -207,7 +207,8 @@ def sound(selector: Any) -> bool:
 def like(saved: Any, other: Any) -> bool:
     """Whether a saved state could be another one of the same object."""
     if isinstance(saved, Mapping):
-        return isinstance(other, Mapping) and all(like(held, other[key]) for key, held in saved.items())
+        needed = [key for key in saved if key in other or not key.isdigit()]  # a block by its number may be missing
+        return isinstance(other, Mapping) and all(like(saved[key], other[key]) for key in needed)
     if isinstance(saved, Tensor):
         kinds = {saved.dtype, other.dtype}
         same = saved.ndim == other.ndim or saved.dtype == torch.uint8  # a generator's, which torch flattens
@@ -216,7 +217,8 @@ def like(saved: Any, other: Any) -> bool:
 
 
 def one_length(batch: Any) -> bool:
-    return len({len(each) for each in tree_leaves(batch) if isinstance(each, Tensor)}) == 1
+    leaves = tree_leaves(vars(batch) if is_dataclass(batch) else batch)
+    return len({len(each) for each in leaves if getattr(each, "ndim", 0) > 0}) == 1
 
 
 def indexes(rows: Any) -> bool:
