@@ -303,7 +303,7 @@ MEMORY = selection.PercentileSampling(floor=0.5)
 PARTS = dict.fromkeys("scorer schedule history total_steps accumulate_to min_rows".split())
 OF_TOKENS = {
     "losses_fn": lambda function: any(
-        fits(lambda f, n=n: plain(losses=f, dims=n, strict=False), function) for n in (1, 2)
+        fits(lambda f, n=n: plain(losses=f, dims=n, strict=False), function) for n in (1, 2, 3)
     )
 }
 PLACES: dict[str, Law] = {"rows": whole(least=-N, most=N - 1)}
