@@ -106,7 +106,7 @@ def use(result: Any, model: Any = None) -> Any:
             assert weights.shape == kept.shape and bool(weights.isfinite().all()), "weights"
         case rowprop.SelectiveBackprop():
             for _ in range(2):
-                rows = {} if result.unit == "token" else {"ids": IDS, "classes": IDS % 3}
+                rows = {"ids": IDS} if result.unit == "token" else {"ids": IDS, "classes": IDS % 3}
                 loss, record = use(result(BATCH, **rows))
                 assert bool(loss.isfinite()) and use(record.selection), "the loss"
         case (Tensor(), Record()):
