@@ -113,7 +113,8 @@ def option_slot(command: str, name: str) -> Slot:
         return Slot(f"rowprop {command}", name, cases, attempt_command)
     law, long = LAWS[name], name in ("rounds", "epochs", "seeds", "seconds")  # so many take as long as they take
     texts = [text for text in TEXTS if not (long and fits(lambda text: float(text) > 2, text))]
-    cases = [Case((*base, text), not fits(law, text), writes) for text in texts]
+    counted = "meta" if command == "flops" and name == "device" else None  # a count computes nothing
+    cases = [Case((*base, text), not (fits(law, text) or text == counted), writes) for text in texts]
     free = (
         st.text(max_size=12)
         .filter(lambda text: not fits(float, text))
