@@ -174,9 +174,9 @@ def test_random_can_keep_as_many_rows_as_a_thinned_method_has(tmp_path: Path, mo
     # which its turn comes first.
     keeps = {}
 
-    def spied(chosen, data, method, seed, tick):
+    def spied(chosen, data, method, seed, tick, rows):
         keeps[method.label, seed] = chosen.keep
-        return train(chosen, data, method, seed, tick)
+        return train(chosen, data, method, seed, tick, rows)
 
     monkeypatch.setattr(run_module, "train", spied)
     monkeypatch.setattr(run_module, "render_report", lambda *_: "")
@@ -191,6 +191,32 @@ def test_random_can_keep_as_many_rows_as_a_thinned_method_has(tmp_path: Path, mo
         assert (keeps["full", seed], keeps[label, seed]) == (0.5, share)
         assert runs[label, seed]["rows_backpropagated"] == 32 * math.ceil(20 * share)
     assert (method := parse_methods(f"{label},{beside}")[0]).name == "random" and method.engine == "sliced"
+
+
+def test_plain_steps_on_fewer_rows_cost_what_the_method_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # By made-up times: full 10 s and ohem 7 s, 1 s of each for the update, so 6/9 of the 32 rows. Red when: the update
+    # counts as if it followed the rows, the times are another seed's, or the plain run comes before the two.
+    given = {}
+
+    def timed(chosen, data, method, seed, tick, rows):
+        given[method.label, seed] = rows
+        run = train(chosen, data, method, seed, tick, rows)
+        run.train_s = {"full": 10.0, "ohem": 7.0 + seed}.get(method.label, run.train_s)
+        run.phases_s |= {"optimizer": 1.0}
+        return run
+
+    monkeypatch.setattr(run_module, "train", timed)
+    monkeypatch.setattr(run_module, "render_report", lambda *_: "")
+    methods = "plain@ohem,full,ohem"
+    outcome = compare_quietly(tmp_path, methods=methods, seeds=2, epochs=2, batch_rows=32)
+    assert [given["plain@ohem", seed] for seed in range(2)] == [round(32 * 6 / 9), round(32 * 7 / 9)]
+    assert {given[label, seed] for label in ("full", "ohem") for seed in range(2)} == {None}
+    runs = {(run["label"], run["seed"]): run for run in outcome.results["runs"]}
+    plain, full = runs["plain@ohem", 0], runs["full", 0]
+    assert (plain["engine"], plain["steps"]) == ("plain", full["steps"])
+    assert plain["rows_seen"] == plain["rows_backpropagated"] == full["rows_seen"] * 21 // 32
+    with pytest.raises(InvalidInput, match=r"plain@ohem has no meaning under seconds: there full has the cost"):
+        Settings(methods=methods, seconds=1.0)
 
 
 def test_methods_share_start_and_order(steps: list[SimpleNamespace]):

@@ -78,13 +78,13 @@ def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
                 seconds = c.fixed_s + c.per_row_s * 100 * keep
                 peak = round(c.fixed_bytes + c.per_row_bytes * 100 * keep)
                 if point := measured.get((c.engine, keep)):
-                    seconds, peak = (seconds + point.seconds) / 2, point.peak_bytes
+                    seconds, peak = point.seconds, point.peak_bytes
                 totals[c.engine] = seconds + 0.1, peak
             able = {way: total for way, total in totals.items() if way not in (*another, "thinned")}
             expected = min(able, key=lambda way: able[way][0])
             assert choice.engine == expected
             assert choice.step_s == pytest.approx(totals[expected][0])
-            assert choice.speedup == pytest.approx(full_s / totals[expected][0])
+            assert choice.ratio == pytest.approx(totals[expected][0] / full_s)
             assert choice.peak_bytes == totals[expected][1]
         without = make_plan(costs[:-1], PlainStep(0.7, 0.5, 0.1, 500_000), **options)
         assert plan.break_even_keep == without.break_even_keep and plan.pays == without.pays
@@ -93,11 +93,11 @@ def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
         # Break-even, choices, speed-ups and the reason never contradict each other.
         pays = {way.keep: way.engine != "masked" for way in plan.choices}
         for keep, choice in zip(KEEPS, plan.choices, strict=True):
-            assert (choice.speedup > 1) == pays[keep]
+            assert (choice.ratio < 1) == pays[keep]
             if all(pays[k] for k in KEEPS if k <= keep):
                 assert keep <= plan.break_even_keep
             assert pays[keep] or keep >= plan.break_even_keep
-        assert all(way.speedup == 1 for way in plan.ways if way.engine == "masked")
+        assert all(way.ratio == 1 for way in plan.ways if way.engine == "masked")
         assert plan.pays == pays[KEEPS[0]] != plan.reason.startswith("training on all rows is fastest")
         if not any(pays.values()) and plan.break_even_keep == 0:
             assert "pays" not in plan.reason
@@ -106,14 +106,14 @@ def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
             assert f"pays at keep {listed} of the keeps asked for" in plan.reason
 
 
-def test_the_limit_of_a_speed_up_is_that_of_a_backward_of_k_rows():
-    # (F + B + U) / (F + kB + U) with F = 1, B = 2, U = 0.5. Red when: the update is left out, k is the keep asked for
+def test_the_limit_is_that_of_a_backward_of_k_rows():
+    # (F + kB + U) / (F + B + U) with F = 1, B = 2, U = 0.5. Red when: the update is left out, k is the keep asked for
     # and not K / N.
     plan = make_plan([Cost("sliced", 1.0, 0.2)], PlainStep(3, 2, update_s=0.5), num_rows=10, keeps=[0.25, 1.0])
-    assert [way.limit for way in plan.ways] == pytest.approx([3.5 / (1 + 0.3 * 2 + 0.5)] * 2 + [1, 1])
+    assert [way.limit for way in plan.ways] == pytest.approx([(1 + 0.3 * 2 + 0.5) / 3.5] * 2 + [1, 1])
     sliced = plan.ways[1]
-    assert sliced.speedup == pytest.approx(sliced.limit)  # it costs exactly F + kB
-    assert f", {sliced.speedup:.2f} times as fast as the plain step's 3.50 s (limit {sliced.limit:.2f})" in plan.reason
+    assert sliced.ratio == pytest.approx(sliced.limit)  # it costs exactly F + kB
+    assert "sliced takes 0.60 of the plain step at keep 0.25 (K = 3 of 10), the limit is 0.60: 2.10 s" in plan.reason
 
 
 def test_the_reason_says_where_selecting_does_not_pay():
@@ -123,23 +123,23 @@ def test_the_reason_says_where_selecting_does_not_pay():
     assert plan.choice.engine == "masked" and not plan.pays
     assert plan.break_even_keep == pytest.approx(0.5)
     assert plan.reason == (
-        "training on all rows is fastest at keep 0.9 (K = 90 of 100): the plain step takes 3.00 s (limit 1.07); sliced "
-        "takes 3.80 s; recompute takes 4.30 s; selecting pays up to keep 0.50."
+        "training on all rows is fastest at keep 0.9 (K = 90 of 100): it takes 3.00 s, and the limit is 0.93 of it; "
+        "sliced takes 3.80 s; recompute takes 4.30 s; selecting pays up to keep 0.50."
     )
     assert [way.engine for way in plan.choices] == ["masked", "recompute"]
     never = make_plan([Cost("sliced", 3.5, 0.01)], PlainStep(3, 2), num_rows=100, keeps=[0.1])
     assert never.break_even_keep == 0 and not never.pays
     assert never.reason == (
-        "training on all rows is fastest at keep 0.1 (K = 10 of 100): the plain step takes 3.00 s (limit 2.50); sliced "
-        "takes 3.60 s; fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows "
-        "at any keep."
+        "training on all rows is fastest at keep 0.1 (K = 10 of 100): it takes 3.00 s, and the limit is 0.40 of it; "
+        "sliced takes 3.60 s; fewer rows save nothing, so look at `rowprop verify`, which lists the ops "
+        "that run on all rows at any keep."
     )
     slow = [Cost("sliced", 4e-4, 1e-7)]
     tiny = make_plan(slow, PlainStep(3e-4, 2e-4), num_rows=8, keeps=[0.25])
     assert tiny.reason == (
-        "training on all rows is fastest at keep 0.25 (K = 2 of 8): the plain step takes 0.3 ms (limit 2.00); sliced "
-        "takes 0.4 ms; the model is too small for selecting to pay here, which is expected of a toy model: a step this "
-        "short is mostly the fixed cost of calling ops, and fewer rows do not lower it."
+        "training on all rows is fastest at keep 0.25 (K = 2 of 8): it takes 0.3 ms, and the limit is 0.50 of it; "
+        "sliced takes 0.4 ms; the model is too small for selecting to pay here, which is expected of a toy model: a step "
+        "this short is mostly the fixed cost of calling ops, and fewer rows do not lower it."
     )
 
 
@@ -157,8 +157,8 @@ def test_a_faster_way_of_another_gradient_is_named_and_not_chosen():
         "masked": "same", "sliced": "by policy", "recompute": "another",
     }  # fmt: skip
     assert plan.reason == (
-        "sliced takes 2.50 s a step at keep 0.25 (K = 25 of 100), 1.20 times as fast as the plain step's 3.00 s (limit "
-        "2.00); recompute takes 125 ms and is not chosen: the second forward draws other dropout masks, so its "
+        "sliced takes 0.83 of the plain step at keep 0.25 (K = 25 of 100), the limit is 0.50: 2.50 s instead of 3.00 "
+        "s, predicted; recompute takes 125 ms and is not chosen: the second forward draws other dropout masks, so its "
         "gradient is another one; sliced has the gradient of batchnorm='rows': it is a projection; selecting pays up "
         "to keep 0.50."
     )
@@ -216,7 +216,7 @@ def test_a_plan_lists_every_way_at_every_keep_and_leaves_nothing_behind():
     for way in result.ways:
         assert way.step_s > 0 and way.predicted_s > 0 and way.peak_bytes > 0
         assert (way.measured_s is None) == (way.engine == "masked")  # it costs the plain step
-        assert way.speedup == pytest.approx(result.full_s / way.step_s)
+        assert way.ratio == pytest.approx(way.step_s / result.full_s)
     assert json.loads(json.dumps(result.to_dict()))["choice"]["keep"] == 0.25
 
 
@@ -266,7 +266,7 @@ def test_predictions_are_the_lines_through_what_was_measured(clocked: Clocked):
         expected = {"masked": 256, "sliced": 96 + 5 * k, "recompute": 32 + 8 * k}[way.engine]
         assert way.predicted_s == pytest.approx(expected)
         assert way.step_s == pytest.approx(expected)
-        assert way.limit == pytest.approx(256 / (96 + 5 * k))  # red with the forward in place of the backward
+        assert way.limit == pytest.approx((96 + 5 * k) / 256)  # red with the forward in place of the backward
     # sliced and recompute cost the same at K = 64 / 3, sliced and the plain step at N
     assert [way.engine for way in result.choices] == ["recompute", "recompute", "recompute", "sliced", "sliced"]
     assert result.break_even_keep == 1
@@ -567,7 +567,7 @@ def test_the_command_prints_one_json_object():
     result = run("model_cases:complete", "--json", "--keep", "0.5", "--rounds", "3")
     found = json.loads(result.stdout)
     assert {"ways", "break_even_keep", "choice", "reason", "model"} <= found.keys()
-    assert {"engine", "limit", "keep", "predicted_s", "speedup", "peak_bytes"} <= found["ways"][0].keys()
+    assert {"engine", "limit", "keep", "predicted_s", "ratio", "peak_bytes"} <= found["ways"][0].keys()
     assert found["choice"] in found["ways"] and found["certainty"].startswith("Rounds measured of each step: 3 ")
 
 
