@@ -138,8 +138,8 @@ def test_the_reason_says_where_selecting_does_not_pay():
     tiny = make_plan(slow, PlainStep(3e-4, 2e-4), num_rows=8, keeps=[0.25])
     assert tiny.reason == (
         "training on all rows is fastest at keep 0.25 (K = 2 of 8): it takes 0.3 ms, and the limit is 0.50 of it; "
-        "sliced takes 0.4 ms; the model is too small for selecting to pay here, which is expected of a toy model: a step "
-        "this short is mostly the fixed cost of calling ops, and fewer rows do not lower it."
+        "sliced takes 0.4 ms; the model is too small for selecting to pay here, which is expected of a toy model: "
+        "a step this short is mostly the fixed cost of calling ops, and fewer rows do not lower it."
     )
 
 
