@@ -153,7 +153,7 @@ def page(found: dict[str, Any]) -> str:
     counts, depth = found["counts"], found["depth"]
     layers = table(
         ["layer", "forward", "backward, inputs", "backward, weights", "ratio"],
-        [line for name in ("OneNet", "ConvNet") for line in layer_rows(name, 8, counts[name][8])],
+        layer_rows("ConvNet", 8, counts["ConvNet"][8]),
     )
     all_of_it = {**{name: counts[name][64] for name in NETWORKS}, "ResNet-50": found["resnets"][50][64]}
     shares = {
@@ -188,13 +188,6 @@ def page(found: dict[str, Any]) -> str:
             for name, by_rows in found["optimizers"].items()
         ],
     )
-    counted_strictly = table(
-        ["batch", *SHOWN],
-        [
-            [of, *(f"{strict(rows)[column]:.4f}" for rows in SHOWN)]
-            for column, of in enumerate(("backward over forward", "weights' gradient over forward"))
-        ],
-    )
     times = table(
         ["", *found["workloads"]],
         [
@@ -223,7 +216,7 @@ plain SGD's 2 FLOPs per parameter to the backward, as the original does.
 
 ## The first layer 1:1, later layers 2:1
 
-**Confirmed, exactly.** FLOPs per row at batch 8:
+**Confirmed, exactly**, in linear layers and convolutions. FLOPs per row at batch 8:
 
 {layers}
 
@@ -235,25 +228,25 @@ attention computes its scores again in the backward, 5 products for 2 in the for
 ## ReLU and loss do not count
 
 **Confirmed.** With every addition, comparison and exponential counted, forward and backward at batch 64, elementwise
-work is {min(shares.values()):.3f} to {max(shares.values()):.3f} % of all. The most is ResNet-50's, for its BatchNorm: the
-ratio there is {ratio_of_all(all_of_it["ResNet-50"], found["light"]["ResNet-50"]):.4f} instead of
+work is {min(shares.values()):.3f} to {max(shares.values()):.3f} % of all. The most is ResNet-50's, for its BatchNorm:
+the ratio there is {ratio_of_all(all_of_it["ResNet-50"], found["light"]["ResNet-50"]):.4f} instead of
 {all_of_it["ResNet-50"].ratio:.4f}. The *time* of elementwise work is another matter: it moves as many bytes as a
 convolution's activations have.
 
 ## Linear layers update as much as they compute, convolutions do not
 
-**Confirmed at batch 1, and nowhere else.** The update's share of the forward is 1 / N in a linear layer, which uses
-each weight once per row, and 1 / (N x places) in a convolution. At batch 1 it is {update["LinearNet"]:.5f} in LinearNet and
-{update["ConvNet"]:.5f} in ConvNet. DeeperConvNet applies one convolution 100 times, which acts as more places do:
-{update["DeeperConvNet"]:.5f}.
+**Confirmed at batch 1 of linear layers, and nowhere else.** The update's share of the forward is 1 / N there, where
+each weight is used once per row, and 1 / (N x places) in a convolution. At batch 1 it is {update["LinearNet"]:.5f} in
+LinearNet and {update["ConvNet"]:.5f} in ConvNet. DeeperConvNet applies one convolution 100 times, which acts as more
+places do: {update["DeeperConvNet"]:.5f}.
 
 ## Batch size
 
 ![Ratio against batch size](figures/ratio-batch.png)
 
 **Confirmed.** With the update, LinearNet goes to 1 and OneNet to 2; for ConvNet "no change can be observed". But
-ConvNet stays at {conv_net[512].ratio:.2f}, not 2: its first layer has {100 * conv_first:.0f} % of the forward. Depth makes 2:1,
-not convolution.
+ConvNet stays at {conv_net[512].ratio:.2f}, not 2: its first layer has {100 * conv_first:.0f} % of the forward.
+Depth makes 2:1, not convolution.
 
 {batches}
 
@@ -283,8 +276,7 @@ layer's share, whatever the batch:
 
 **Confirmed in kind, corrected in number.** Adam takes 14 FLOPs per parameter and not 18: 1 - beta^t is the same number
 for all parameters and is computed once, so m-hat and v-hat take 1 FLOP each and not 3
-([the arithmetic](flops.md#the-update)). Two commenters are right about it: one found the 1 FLOP, and one says that t is
-a power and no transpose.
+([the arithmetic](flops.md#the-update)), as a commenter found. Another is right that t is a power and no transpose.
 
 {optimizers}
 
@@ -295,7 +287,8 @@ At batch 1 Adam makes {adam[1].ratio_with_update:.1f}:1, far beyond 3.
 **"It should always be 3:1."** *Training step* to forward is 3:1, and backward to forward is 2:1. The first layer, the
 update and the recomputed scores of attention move the ratio.
 
-**"One FLOP per connection."** It is one multiply-add: 2 FLOPs here and in the original. Ratios do not depend on it.
+**"One FLOP per connection."** It is one multiply-add: 2 FLOPs here and in the original. Ratios do not depend on it,
+as long as the update is counted in the same coin.
 
 **Sparse networks and mixtures of experts.** Where each row goes through one of 8 experts, the ratio is
 {experts.ratio:.4f}, that of the layers which one row meets, router included. Sparsity changes the ratio where the
@@ -305,9 +298,7 @@ takes {kept[0.5].ratio:.4f} with half of the rows kept and {kept[0.25].ratio:.4f
 **"The outer product of two vectors needs no factor of two."** Right for one row. A sum of k products takes k - 1
 additions, and a weight's gradient is a sum over the batch: k = N. The factor of two stands for the additions that
 "accumulate the gradient of each example"; they do not come on top of it. With 2k - 1 for every sum, a later linear
-layer of 128 x 128 has
-
-{counted_strictly}
+layer of 128 x 128 has a ratio of {strict(1)[0]:.4f} at batch 1, {strict(8)[0]:.4f} at 8 and {strict(64)[0]:.4f} at 64.
 
 **"A CNN filter takes (H' x W' x D) x (2 x K x K x C)."** Yes, and every count equals it (`closed_forms.convolution`).
 Padding counts as input, as by torch's own formula.
