@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ FIGURES = ROOT / "docs" / "figures"
 MEASURED = ROOT / "benchmarks" / "results" / "2026-11-21-cpu-1-threads.json"
 BATCHES = [2**power for power in range(10)]
 DEPTHS = [0, 1, 2, 5, 10, 20, 50, 100]
+SHOWN = [1, 8, 64, 512]  # batches in the tables; the figure shows all
 IMAGE = (3, 224, 224)
 
 # --- counting --------------------------------------------------------------------------------------------------------
@@ -75,7 +77,7 @@ def study() -> dict[str, Any]:
         "depth": depth,
         "resnets": resnets,
         "optimizers": {
-            name: {rows: count_step(one_net, batch(rows, (1,)), losses, optimizer=name) for rows in (1, 8, 64, 512)}
+            name: {rows: count_step(one_net, batch(rows, (1,)), losses, optimizer=name) for rows in SHOWN}
             for name in UPDATE_FLOPS
         },
         "experts": count_step(Experts(64, 8), (torch.randn(128, 64), torch.randint(10, (128,))), losses),
@@ -140,225 +142,175 @@ def ratio_of_all(plain: StepFlops, light: Elementwise) -> float:
     return backward / (plain.forward_flops + light.total_flops("forward"))
 
 
+def filled(part: str) -> str:
+    """With the lines of a paragraph broken anew."""
+    kept = part.startswith(("#", "|", "!["))
+    return part if kept else textwrap.fill(part, 120, break_on_hyphens=False, break_long_words=False)
+
+
 def page(found: dict[str, Any]) -> str:
     """The study to read."""
     counts, depth = found["counts"], found["depth"]
     layers = table(
         ["layer", "forward", "backward, inputs", "backward, weights", "ratio"],
-        [line for name in ("LinearNet", "OneNet", "ConvNet") for line in layer_rows(name, 8, counts[name][8])],
+        layer_rows("ConvNet", 8, counts["ConvNet"][8]),
     )
-    light = table(
-        ["network", "products", "elementwise", "share, %", "ratio of products", "ratio of all"],
-        [
-            [
-                name, f"{total(plain):,}", f"{more.total_flops():,}",
-                f"{100 * (1 - total(plain) / (total(plain) + more.total_flops())):.3f}", f"{plain.ratio:.4f}",
-                f"{ratio_of_all(plain, more):.4f}",
-            ]
-            for plain, (name, more) in zip(
-                [*(counts[name][64] for name in NETWORKS), found["resnets"][50][64]], found["light"].items(),
-                strict=True,
-            )
-        ],
-    )  # fmt: skip
+    all_of_it = {**{name: counts[name][64] for name in NETWORKS}, "ResNet-50": found["resnets"][50][64]}
+    shares = {
+        name: 100 * (1 - total(all_of_it[name]) / (total(all_of_it[name]) + more.total_flops()))
+        for name, more in found["light"].items()
+    }
     batches = table(
-        ["batch", *(f"{name} {way}" for name in NETWORKS for way in ("", "with update"))],
+        ["batch", *NETWORKS],
         [
-            [
-                rows,
-                *(
-                    f"{r:.4f}"
-                    for name in NETWORKS
-                    for c in [counts[name][rows]]
-                    for r in (c.ratio, c.ratio_with_update)
-                ),
-            ]
-            for rows in BATCHES
+            ["any, without update", *(f"{counts[name][1].ratio:.4f}" for name in NETWORKS)],
+            *(
+                [f"{rows}, with update", *(f"{counts[name][rows].ratio_with_update:.4f}" for name in NETWORKS)]
+                for rows in SHOWN
+            ),
         ],
     )
-    updates = table(
-        ["network", "parameters", "forward of one row", "update (SGD)", "update over forward at batch 1", "at 64"],
-        [
-            [
-                name, f"{c[1].num_parameters:,}", f"{c[1].forward_flops:,}", f"{c[1].update_flops:,}",
-                f"{c[1].update_flops / c[1].forward_flops:.5f}", f"{c[64].update_flops / c[64].forward_flops:.5f}",
-            ]
-            for name, c in counts.items()
-        ],
-    )  # fmt: skip
-    depths = table(
-        ["middle layers", "ratio", "batch 1 with update, one shared layer", "batch 1 with update, layers of their own"],
-        [
-            [d, *(f"{r:.4f}" for r in (
-                depth[True][d].ratio, depth[True][d].ratio_with_update, depth[False][d].ratio_with_update
-            ))]
-            for d in DEPTHS
-        ],
-    )  # fmt: skip
     first = {d: c[1].modules[0].forward_flops / c[1].forward_flops for d, c in found["resnets"].items()}
     resnets = table(
-        ["network", "forward of one row, GFLOP", "first layer's share, %", "ratio",
-         *(f"with update, batch {rows}" for rows in (1, 64))],
+        ["network", "first layer's share, %", "ratio", "with update at batch 1"],
         [
             [
-                f"ResNet-{d}", f"{c[1].forward_flops / 1e9:.2f}", f"{100 * first[d]:.2f}", f"{c[1].ratio:.4f}",
-                *(f"{c[rows].ratio_with_update:.4f}" for rows in (1, 64)),
+                f"ResNet-{d}", f"{100 * first[d]:.2f}", f"{c[1].ratio:.4f}",
+                f"{c[1].ratio_with_update:.4f}",
             ]
             for d, c in found["resnets"].items()
         ],
     )  # fmt: skip
     optimizers = table(
-        ["OneNet with", "FLOPs per parameter", *(f"batch {rows}" for rows in (1, 8, 64, 512))],
+        ["OneNet with", "FLOPs per parameter", *(f"batch {rows}" for rows in SHOWN)],
         [
             [name, UPDATE_FLOPS[name], *(f"{c.ratio_with_update:.3f}" for c in by_rows.values())]
             for name, by_rows in found["optimizers"].items()
         ],
     )
-    counted_strictly = table(
-        ["batch", "ratio, 2k each", "ratio, 2k - 1 each", "weights' gradient over forward, 2k - 1 each"],
-        [[rows, "2.0000", *(f"{value:.4f}" for value in strict(rows))] for rows in (1, 2, 8, 64, 512)],
-    )
     times = table(
-        ["model", "counted", "measured in time"],
-        [[name, f"{c.ratio:.2f}", f"{found['measured'][name]:.2f}"] for name, c in found["workloads"].items()],
+        ["", *found["workloads"]],
+        [
+            ["counted", *(f"{c.ratio:.2f}" for c in found["workloads"].values())],
+            ["measured", *(f"{found['measured'][name]:.2f}" for name in found["workloads"])],
+        ],
     )
-    kept = table(
-        ["rows kept, %", "backward over forward"],
-        [[f"{100 * keep:.0f}", f"{c.ratio:.4f}"] for keep, c in found["kept"].items()],
-    )
-    gpt, experts = found["workloads"]["gpt"], found["experts"]
-    linear_net, one_net, conv_net, _ = (counts[name] for name in NETWORKS)
+    gpt, experts, kept = found["workloads"]["gpt"], found["experts"], found["kept"]
+    one_net, conv_net = counts["OneNet"], counts["ConvNet"]
     conv_first = conv_net[1].modules[0].forward_flops / conv_net[1].forward_flops
+    update = {name: c[1].update_flops / c[1].forward_flops for name, c in counts.items()}
     adam = found["optimizers"]["adam"]
     shallow, deepest = depth[True][0], depth[True][100]
     smallest, largest = (found["resnets"][d][1].ratio for d in (18, 152))
-    return f"""# How many FLOPs does a backward take for one of the forward?
+    text = f"""# Backward-forward FLOP ratio: how many FLOPs does a backward take?
+
+**Two for each one of the forward, less the first layer's input gradient: {smallest:.3f} to {largest:.3f} in
+ResNets. The optimizer's update shows at small batches alone.**
 
 [What's the backward-forward FLOP ratio](https://epochai.org/blog/backward-forward-FLOP-ratio) (Hobbhahn and Sevilla)
-answers "between 1:1 and 3:1, most often close to 2:1". Its evidence comes from a profiler that, as the authors say,
-counts some ops twice and others not at all. This page goes through its claims one by one, counts them from the ops that
-really run ([how](flops.md)), and answers the questions of its commenters. `nox -s flop-ratio` writes this page. For
-all four networks at each batch size it first checks that the count equals the closed formula, to the last FLOP. 1
-multiply-add = 2 FLOPs. Products and convolutions are counted, unless a table says otherwise. "With update" adds plain
-SGD's 2 FLOPs per parameter to the backward, as the original does.
+answers "between 1:1 and 3:1, most often close to 2:1", from a profiler that, as the authors say, counts some ops twice
+and others not at all. Here each claim is counted from the ops that really run ([how](flops.md)); `nox -s flop-ratio`
+writes this page, and first checks that each count of its four networks equals the closed formula, to the last FLOP.
+1 multiply-add = 2 FLOPs; products and convolutions alone are counted, unless a table says otherwise. "With update" adds
+plain SGD's 2 FLOPs per parameter to the backward, as the original does.
 
 ## The first layer 1:1, later layers 2:1
 
-**Confirmed, exactly.** FLOPs per row at batch 8:
+**Confirmed, exactly**, in linear layers and convolutions. FLOPs per row at batch 8:
 
 {layers}
 
-The first layer has no input gradient because the batch needs none, not because it is the first. Where the batch needs
-one (adversarial training, or an input that is another network's output) the first layer is 2:1 as well. A first layer
-that is a lookup costs no product: in the GPT of `benchmarks/bench_step.py` every product has a ratio of 2 or more,
-together {gpt.ratio:.3f}. The ratio is above 2 because fused attention computes its scores again in the backward: 5
-products, for 2 in the forward. The original has no such ratio.
+The first layer has no input gradient because the batch needs none. Where the batch needs one (adversarial training, an
+input that is another network's output) the first layer is 2:1 as well. A first layer that is a lookup costs no product:
+in the GPT of `benchmarks/bench_step.py` every product has a ratio of 2 or more, together {gpt.ratio:.3f}: fused
+attention computes its scores again in the backward, 5 products for 2 in the forward.
 
 ## ReLU and loss do not count
 
-**Confirmed.** Forward and backward at batch 64. The columns "elementwise" and "all" count every addition, comparison
-and exponential:
-
-{light}
-
-ResNet-50 has the largest share because of BatchNorm. The *time* of elementwise work is another matter: it moves as many
-bytes as the activations of a convolution have.
+**Confirmed.** With every addition, comparison and exponential counted, forward and backward at batch 64, elementwise
+work is {min(shares.values()):.3f} to {max(shares.values()):.3f} % of all. The most is ResNet-50's, for its BatchNorm:
+the ratio there is {ratio_of_all(all_of_it["ResNet-50"], found["light"]["ResNet-50"]):.4f} instead of
+{all_of_it["ResNet-50"].ratio:.4f}. The *time* of elementwise work is another matter: it moves as many bytes as a
+convolution's activations have.
 
 ## Linear layers update as much as they compute, convolutions do not
 
-**Confirmed, with a number for "otherwise".** A linear layer uses each weight once per row. So its forward takes 2 FLOPs
-per weight *and row*, and its update 2 per weight. The share of the update is 1 / N. The original says "weight update =
-forward" of small batches without shared parameters; this holds at batch 1 and nowhere else. A convolution uses each
-weight once per row and place, so the share is 1 / (N x places): 1 in 12,544 for ConvNet's first layer at batch 1.
-
-{updates}
-
-Sharing parameters in depth has the same effect as many places: DeeperConvNet applies one convolution 100 times and
-updates it once.
+**Confirmed at batch 1 of linear layers, and nowhere else.** The update's share of the forward is 1 / N there, where
+each weight is used once per row, and 1 / (N x places) in a convolution. At batch 1 it is {update["LinearNet"]:.5f} in
+LinearNet and {update["ConvNet"]:.5f} in ConvNet. DeeperConvNet applies one convolution 100 times, which acts as more
+places do: {update["DeeperConvNet"]:.5f}.
 
 ## Batch size
 
 ![Ratio against batch size](figures/ratio-batch.png)
 
-**Confirmed.** LinearNet goes to 1 ({linear_net[512].ratio_with_update:.4f} at batch 512) and OneNet to 2
-({one_net[512].ratio_with_update:.4f}). For ConvNet "no change can be observed" (here
-{conv_net[1].ratio_with_update:.4f} to {conv_net[512].ratio_with_update:.4f}). But ConvNet stays at
-{conv_net[512].ratio:.2f}, not 2: the first of its two convolutions has {100 * conv_first:.0f} % of the forward.
+**Confirmed.** With the update, LinearNet goes to 1 and OneNet to 2; for ConvNet "no change can be observed". But
+ConvNet stays at {conv_net[512].ratio:.2f}, not 2: its first layer has {100 * conv_first:.0f} % of the forward.
 Depth makes 2:1, not convolution.
 
 {batches}
 
-"The theoretical maximum of 3:1": OneNet at batch 1 has {one_net[1].ratio_with_update:.4f}, a little *more*. Biases are
-updated too, at 2 FLOPs each, and cost no product in the forward. With [other optimizers](#other-optimizers) no maximum
-is near 3.
+"The theoretical maximum of 3:1": OneNet at batch 1 has {one_net[1].ratio_with_update:.4f}, because biases are updated
+and cost no product in the forward. With [other optimizers](#other-optimizers) no maximum is near 3.
 
 ## Depth
 
 ![Ratio against depth](figures/ratio-depth.png)
 
 **Confirmed:** from {shallow.ratio:.4f} with no middle layer to {deepest.ratio:.4f} with 100. The ratio is
-`2 - first / forward`, where `first` is the first layer's forward. It depends on the batch size only through the update.
+`2 - first / forward`, where `first` is the first layer's forward.
 
-{depths}
-
-The original shares one convolution among all middle layers. This hides the cost of the update: where every layer has
-weights of its own, the update grows with depth, as the compute does.
+The original shares one convolution among all middle layers, which hides the cost of the update: with weights of their
+own, the update grows with depth, as the compute does. With it, 100 layers have
+{deepest.ratio_with_update:.4f} at batch 1 as one shared layer and {depth[False][100].ratio_with_update:.4f} as layers
+of their own.
 
 ## The ResNet family
 
-The original sees ratios away from 2 and suspects its profiler. **Settled: the ratios are {smallest:.3f} to
-{largest:.3f}**, below 2 by exactly the first layer's share, whatever the batch:
+The original sees ratios away from 2 and suspects its profiler. **Settled:** they are below 2 by exactly the first
+layer's share, whatever the batch:
 
 {resnets}
 
 ## Other optimizers
 
-**Confirmed in kind, corrected in number.** Adam takes 14 FLOPs per parameter and not 18. The original charges 3 FLOPs
-to each of m-hat = m / (1 - beta1^t) and v-hat. But 1 - beta^t is the same number for all parameters and is computed
-once. One commenter found 1 FLOP there and is right. Another says that t is a power and no transpose, and is right too
-([the arithmetic](flops.md#the-update)).
+**Confirmed in kind, corrected in number.** Adam takes 14 FLOPs per parameter and not 18: 1 - beta^t is the same number
+for all parameters and is computed once, so m-hat and v-hat take 1 FLOP each and not 3
+([the arithmetic](flops.md#the-update)), as a commenter found. Another is right that t is a power and no transpose.
 
 {optimizers}
 
-At batch 1 Adam makes {adam[1].ratio_with_update:.1f}:1, far beyond 3; at batch 512 {adam[512].ratio_with_update:.3f}.
+At batch 1 Adam makes {adam[1].ratio_with_update:.1f}:1, far beyond 3.
 
 ## What the comments ask
 
-**"It should always be 3:1."** The forward takes one unit, the inputs' gradient one, and the weights' gradient one. So
-*training step* to forward is 3:1, and backward to forward is 2:1. Both say the same. The first layer, the update and
-the recomputed scores of attention move the ratio.
+**"It should always be 3:1."** *Training step* to forward is 3:1, and backward to forward is 2:1. The first layer, the
+update and the recomputed scores of attention move the ratio.
 
-**"One FLOP per connection."** It is one multiply-add per connection: 2 FLOPs here and in the original. Ratios do not
-depend on this, as long as the update (a multiplication and an addition per parameter) is counted in the same coin.
+**"One FLOP per connection."** It is one multiply-add: 2 FLOPs here and in the original. Ratios do not depend on it,
+as long as the update is counted in the same coin.
 
-**Sparse networks and mixtures of experts.** Counted: where each row goes through one of 8 experts, the ratio is
-{experts.ratio:.4f}. This equals the closed formula of the layers that one row meets, router included. Sparsity does not
-change the ratio where both passes make use of it. It changes the ratio where the backward makes use of *more* sparsity
-than the forward. Leaving out rows is such sparsity: with `rowprop.pick`, ResNet-50 at batch 64 takes
+**Sparse networks and mixtures of experts.** Where each row goes through one of 8 experts, the ratio is
+{experts.ratio:.4f}, that of the layers which one row meets, router included. Sparsity changes the ratio where the
+backward makes use of *more* of it than the forward. Leaving out rows does: with `rowprop.pick`, ResNet-50 at batch 64
+takes {kept[0.5].ratio:.4f} with half of the rows kept and {kept[0.25].ratio:.4f} with a quarter.
 
-{kept}
+**"The outer product of two vectors needs no factor of two."** Right for one row. A sum of k products takes k - 1
+additions, and a weight's gradient is a sum over the batch: k = N. The factor of two stands for the additions that
+"accumulate the gradient of each example"; they do not come on top of it. With 2k - 1 for every sum, a later linear
+layer of 128 x 128 has a ratio of {strict(1)[0]:.4f} at batch 1, {strict(8)[0]:.4f} at 8 and {strict(64)[0]:.4f} at 64.
 
-**"The outer product of two vectors needs no factor of two."** This is right for one row. A sum of k products takes k
-multiplications and k - 1 additions. A weight's gradient is a sum over the batch: k = N. With 2k - 1 for every sum, a
-later linear layer of 128 x 128 has
+**"A CNN filter takes (H' x W' x D) x (2 x K x K x C)."** Yes, and every count equals it (`closed_forms.convolution`).
+Padding counts as input, as by torch's own formula.
 
-{counted_strictly}
-
-So at batch 1 the backward is 1.5 times the forward. The next question is about the additions that "accumulate the
-gradient of each example". The factor of two stands for these very additions: N - 1 per weight. They do not come on top
-of it. From a few dozen rows on, the convention of 2k is exact to a percent.
-
-**"A CNN filter takes (H' x W' x D) x (2 x K x K x C)."** Yes: this is `closed_forms.convolution`, and every count above
-equals it. Padding is counted as if it were input, by that formula and by torch's own.
-
-**"FLOPs mislead: automatic differentiation takes ten times the forward."** Not here. Counted, and measured in time on
-one CPU thread ([how](../benchmarks/results/2026-11-21-cpu-1-threads.md)):
+**"FLOPs mislead: automatic differentiation takes ten times the forward."** Not here: counted ratios, and those of the
+time on one CPU thread ([how](../benchmarks/results/2026-11-21-cpu-1-threads.md)):
 
 {times}
 
 A backward that takes far longer than its count says is a finding, not a law: a slow kernel, or an op split into
-thousands.
-"""
+thousands ([`rowprop profile`](profile.md) names it)."""
+    return "\n\n".join(map(filled, text.split("\n\n"))) + "\n"
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
