@@ -19,7 +19,8 @@ out.
 
 References:
     Shrivastava, Gupta, Girshick, "Training Region-based Object Detectors with Online Hard Example Mining", CVPR 2016,
-    arXiv:1604.03540.
+    arXiv:1604.03540. MMDetection's second forward was reported to cost 8 % of an iteration, against regions drawn at
+    random: 0.591 s to 0.637 s for Faster R-CNN, open-mmlab/mmdetection, pull request 163.
 """
 
 from __future__ import annotations
