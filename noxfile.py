@@ -120,6 +120,12 @@ def thinning(session: nox.Session) -> None:
     session.run(sys.executable, "tools/thinning_models.py", *session.posargs)
 
 
+@nox.session(venv_backend="none", name="gpu-dry")
+def gpu_dry(session: nox.Session) -> None:
+    """Run all of scripts/gpu on the CPU, with tiny sizes: about a minute."""
+    session.run(sys.executable, "-m", "pytest", *files("gpu_script"), env=ONE_THREAD | {"ROWPROP_GPU_DRY": "1"})
+
+
 @nox.session(venv_backend="none", name="test-as-accelerator")
 def test_as_accelerator(session: nox.Session) -> None:
     """Run the tests whose outcome a device can change on a CPU that answers as a device that the host waits for."""

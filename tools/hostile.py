@@ -36,9 +36,8 @@ from rowprop.errors import RowpropError
 LIMIT_S = 60
 DRAWN = 12  # numbers, texts, tensors and functions for each argument, beside the values that have a name
 SEVERAL = 3  # inputs of each callable with several bad values at a time
-# What src has to mend: sparse tensors, a state on meta, an image without a side, a selector that has remembered what
-# the history then refuses.
-KNOWN = "[sS]parse|recent: on meta|Downscaled.__call__ batch: .*no columns|SelectiveBackprop.__call__.* ids: changed"
+# What src has to mend: sparse tensors, a state on meta, an image without a side.
+KNOWN = "[sS]parse|recent: on meta|Downscaled.__call__ batch: .*no columns"
 RIGHT = ("result", "refused", "own error")
 QUIET = settings(phases=[Phase.generate], database=None, deadline=None, suppress_health_check=[*HealthCheck])
 SETTINGS = "is_grad_enabled get_default_dtype get_num_threads are_deterministic_algorithms_enabled".split()

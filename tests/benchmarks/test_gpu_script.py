@@ -48,6 +48,8 @@ raise SystemExit(gpu.main())
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """The results of a dry run, as JSON and as a page; its parts share a process, but for the tests."""
+    if "ROWPROP_GPU_DRY" not in os.environ:
+        pytest.skip("a minute by itself: nox -s gpu-dry")
     out = tmp_path_factory.mktemp("gpu")
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(SCRIPT.parent)]}{FEWER_PROCESSES}"]
     command += ["--dry", "--out", str(out)]

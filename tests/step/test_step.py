@@ -423,6 +423,16 @@ def test_error_names_how_many_and_which_and_the_call_does_not_count(engine):
     assert step(torch.rand(8))[1].step == 0
 
 
+def test_ids_that_the_history_refuses_leave_the_selectors_memory_as_it_was():
+    # Red when: the selector chooses, and remembers, before the history has looked the ids up.
+    selector = rowprop.selection.PercentileSampling()
+    step = SelectiveBackprop(nn.Linear(3, 1), lambda model, x: model(x).squeeze(1), selector, history=LossHistory(4))
+    before = repr(step.state_dict())
+    with pytest.raises(InvalidInput, match="LossHistory got id 5 but has num_rows=4"):
+        step(torch.rand(2, 3), ids=torch.tensor([1, 5]))
+    assert repr(step.state_dict()) == before
+
+
 @pytest.mark.usefixtures("as_accelerator")
 @pytest.mark.parametrize("selector", [TopK(0.5), RandomRows(0.5)], ids=repr)
 def test_on_a_device_the_backward_refuses_and_the_call_waits_for_nothing(engine, selector):

@@ -300,7 +300,7 @@ class Nonzero(Checked):
     """Keep the rows whose loss is not zero, with the weights ``1/N`` that they have in the mean of all.
 
     Exact where a zero loss means a zero gradient, as of satisfied hinge losses, zero advantages and padded rows
-    (``docs/exact.md``), not for a loss that crosses zero with a gradient. A NaN is kept: the full mean has it, too.
+    (``docs/zeros.md``), not for a loss that crosses zero with a gradient. A NaN is kept: the full mean has it, too.
 
     Example:
         >>> selection = Nonzero()(torch.tensor([0.0, 2.0, -0.5, 0.0]))

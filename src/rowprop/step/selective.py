@@ -384,6 +384,8 @@ def _select(
 
     with timed(call.seconds, "select"):
         scores, context = scored.scores, scored.context
+        # Before the selector, which may remember the batch: ids that are refused change nothing.
+        factors = None if step.history is None else step.history.weights_of(cast("Tensor", context.ids))
         finite = scores.isfinite()
         loss_all = mean_loss(step, scored.known, finite)
         if step.ranks is None:
@@ -397,9 +399,9 @@ def _select(
             if share.facts is not None:
                 loss_all = mean_over_ranks(step, share.facts).to(loss_all.dtype)
         selection, kept_by_rank = within_quota(step, share, contributed)
-        if step.history is not None:
-            factors = step.history.weights_of(cast("Tensor", context.ids)).to(selection.weights)
-            selection = unread(selection.rows, selection.weights * factors[selection.rows], selection.num_rows)
+        if factors is not None:
+            weights = selection.weights * factors.to(selection.weights)[selection.rows]
+            selection = unread(selection.rows, weights, selection.num_rows)
     return selection, kept_by_rank, loss_all
 
 
