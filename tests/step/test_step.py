@@ -428,7 +428,7 @@ def test_ids_that_the_history_refuses_leave_the_selectors_memory_as_it_was():
     selector = rowprop.selection.PercentileSampling()
     step = SelectiveBackprop(nn.Linear(3, 1), lambda model, x: model(x).squeeze(1), selector, history=LossHistory(4))
     before = repr(step.state_dict())
-    with pytest.raises(InvalidInput, match="LossHistory got id 5 but has num_rows=4"):
+    with pytest.raises(rowprop.InvalidInput, match="LossHistory got id 5 but has num_rows=4"):
         step(torch.rand(2, 3), ids=torch.tensor([1, 5]))
     assert repr(step.state_dict()) == before
 
