@@ -27,7 +27,7 @@ from rowprop.errors import InvalidInput
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.draw import added_variance, floored, inclusion, needed, systematic, variances
 from rowprop.thinning.drawn import Drawn, drawn_rows
-from rowprop.thinning.handle import _rows_in
+from rowprop.thinning.handle import ThinRecord, _rows_in
 from rowprop.thinning.worth import Work
 from thinning_models import (
     BATCHNORM,
@@ -642,3 +642,12 @@ def test_fake_tensors_and_a_trace_have_exact_gradients():
     rowprop.thin(model, keep=0.5)
     traced = torch.jit.trace(model, torch.randn(8, 4))
     assert torch.equal(traced(torch.ones(8, 4)), model(torch.ones(8, 4)))
+
+
+def test_a_record_says_what_its_backward_saved():
+    record = ThinRecord({"2": 0.5, "1": 0.25}, {}, 0.02, 7, "why", saved=0.61)
+    said = "saved 61 % of the blocks' backward, which kept 25 to 50 % of the rows; why"
+    assert repr(record) == str(record) == f"ThinRecord(backward 7: {said})"
+    assert repr(rowprop.thin(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).record).startswith(
+        "ThinRecord(no backward"
+    )

@@ -137,8 +137,8 @@ class Verification:
                 rest = max(comparison.worst.error for comparison in others)
                 under = " and ".join(comparison.conditions for comparison in others)
                 without = f"without this difference ({under}) all parameters are within {rest:.1e} {allowed}; "
-            by = f"by up to {first.error:.1e} in {first.name}, cosine {self.cosine:.4f}"
-            said = f" differs {by}, by design: {self.why}; {without}{self._cost}."
+            by = f"a cosine of {self.cosine:.4f} to the oracle's, up to {first.error:.1e} off in {first.name}"
+            said = f" has another gradient, by design, with {by}: {self.why}; {without}{self._cost}."
         else:
             said = f" disagrees with the oracle {'; '.join(self._wrong(allowed))}."
         if self.drawn:

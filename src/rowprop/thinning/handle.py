@@ -133,6 +133,14 @@ class ThinRecord:
     saved: float = 0.0
     pairs: float = 1.0
 
+    def __repr__(self) -> str:
+        if not self.keep:
+            return f"ThinRecord({self.reason})"
+        least, most = (f"{100 * share:.0f}" for share in (min(self.keep.values()), max(self.keep.values())))
+        kept = most if least == most else f"{least} to {most}"
+        said = f"saved {100 * self.saved:.0f} % of the blocks' backward, which kept {kept} % of the rows"
+        return f"ThinRecord(backward {self.passes}: {said}; {self.reason})"
+
     def to_dict(self) -> dict[str, float | str]:
         """Return the numbers under flat names, as loggers take them.
 
