@@ -423,6 +423,7 @@ def test_error_names_how_many_and_which_and_the_call_does_not_count(engine):
     assert step(torch.rand(8))[1].step == 0
 
 
+@pytest.mark.usefixtures("as_host")  # on a device nobody looks at the ids
 def test_ids_that_the_history_refuses_leave_the_selectors_memory_as_it_was():
     # Red when: the selector chooses, and remembers, before the history has looked the ids up.
     selector = rowprop.selection.PercentileSampling()
