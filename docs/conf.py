@@ -71,11 +71,13 @@ intersphinx_mapping = {"torch": (TORCH, torch_inventory())}
 
 
 def with_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
-    """Order the pages as the lists of the first page do; results of benchmarks are found by links alone."""
+    """Order the pages as the sections of the first page do; results of benchmarks are found by links alone."""
     if page == root_doc:
+        placed = set[str]()
         for part in re.split(r"^## ", source[0], flags=re.MULTILINE)[1:]:
-            links = re.findall(r"^\* \[(.*?)\]\(([\w./-]+)\.(?:md|ipynb)\)", part, re.MULTILINE)
-            entries = [f"{title} <{re.sub('^[.][.]/', '/', name)}>" for title, name in links]
+            linked = re.findall(r"\]\(([\w./-]+)\.(?:md|ipynb)\)", part)
+            entries = [re.sub("^[.][.]/", "/", name) for name in dict.fromkeys(linked) if name not in placed]
+            placed |= set(linked)
             caption = part.partition("\n")[0]
             source[0] += "\n".join(["\n```{toctree}", ":hidden:", f":caption: {caption}", "", *entries, "```\n"])
     elif page.startswith("benchmarks/"):
