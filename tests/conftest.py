@@ -72,6 +72,15 @@ def pinned_matplotlib() -> None:
 
 
 @pytest.fixture
+def quick_kernels() -> Iterator[None]:
+    """Inductor's kernels without vector instructions, which take it half as long to compile."""
+    from torch._inductor import config
+
+    with config.patch({"cpp.simdlen": 1}):
+        yield
+
+
+@pytest.fixture
 def quick_collections() -> Iterator[None]:
     """A Trainer collects garbage after each training: among the test's own objects, not all that imports made."""
     gc.freeze()

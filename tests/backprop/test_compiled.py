@@ -181,6 +181,7 @@ def test_the_zoo_compiled_is_the_zoo(entry):
     assert sliced.flops.total_flops <= dense.flops.total_flops * most
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_inductor_equals_plain_indexing_without_densifying():
     model, batch = compile_model(time_first(), "inductor"), sequences(N)
     for rows in (torch.randperm(N)[:4], torch.arange(N)[1::2]):
@@ -188,6 +189,7 @@ def test_inductor_equals_plain_indexing_without_densifying():
         assert report.sliced and report.densified == {}
 
 
+@pytest.mark.usefixtures("quick_kernels")
 def test_inductor_takes_batch_norm_under_the_same_rule_as_eager_mode():
     # Red when: Inductor takes BatchNorm's backward apart, so that no rule sees it, and the gradient is the exact one.
     model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
@@ -197,6 +199,7 @@ def test_inductor_takes_batch_norm_under_the_same_rule_as_eager_mode():
         torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize("kernels", ["eager", "inductor"])
 def test_the_backward_runs_at_k_rows(kernels):
     model, batch = compile_model(MODELS["mlp"][0](), kernels), vectors(16)

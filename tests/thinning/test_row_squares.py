@@ -378,6 +378,7 @@ def first_with_half(out: Tensor, v: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize(("kernels", "dynamic"), [("eager", False), ("eager", True), ("inductor", None)])
 def test_a_compiled_region_tells_what_eager_mode_does(kernels: str, dynamic: bool | None):
     # Red with a key without `measures`: the second backward then finds the first one's graph. Red under Inductor
