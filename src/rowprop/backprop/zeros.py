@@ -183,10 +183,11 @@ class _Skip:
         unit = self.unit or ("token" if tensor.ndim in self.token_ndims else "row")
         dims = 2 if unit == "token" else 1
         plain = tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested
-        if not plain or tensor.ndim < dims or tensor.numel() == 0:
+        # One packed row is its tokens: a layout of rows as well would go back to it at the first view.
+        parts = [Part(dim, size) for dim, size in enumerate(tensor.shape[:dims]) if size != 1]
+        if not plain or not parts or tensor.ndim < dims or tensor.numel() == 0:
             return tensor
-        layout = layout_of([Part(dim, size) for dim, size in enumerate(tensor.shape[:dims])])
-        record = partial(SkipRecord, place, unit)
+        layout, record = layout_of(parts), partial(SkipRecord, place, unit)
         if compiled_elsewhere(tensor.grad_fn):
             why = "compiled by a backend other than torch.compile(backend='rowprop')"
             keep(record(layout.num_rows, None, layout.num_rows, why))
