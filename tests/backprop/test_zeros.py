@@ -102,6 +102,22 @@ def test_tokens_cost_as_if_they_were_picked(pattern: str, shape: tuple[int, int]
     assert record.kept == (N * T if pattern == "all" else max(1, live))
 
 
+@pytest.mark.parametrize("shape", [(1, N * T), (N * T, 1)], ids=["a packed row", "rows of one token"])
+# Red when: the layout has a part of one element, by which attention no longer knows a packed row, and takes all tokens.
+def test_hidden_states_cost_as_the_head_but_for_the_head(shape: tuple[int, int]):
+    mask, model = SOME.view(shape), Decoder(packed=True)
+    width = model.head.in_features
+
+    def loss() -> Tensor:
+        return (model(IDS.view(shape)).square().mean(2) * mask).sum()
+
+    handle, at_head, _ = skipped(model, loss, model.head)
+    handle.remove()
+    _, below_it, _ = skipped(model, loss, model.norm)
+    left_by_the_head = 4 * width * VOCABULARY * (N * T - int(mask.sum()))  # two products, 2 FLOPs each
+    assert below_it == at_head + left_by_the_head
+
+
 USES: dict[str, Callable[[Tensor], Tensor]] = {
     "losses[rows], the forum's line": lambda out: out.square().mean(1)[[1, 5, 6]].mean(),
     "sorted": lambda out: out.square().mean(1).sort(descending=True).values[:3].mean(),

@@ -183,7 +183,7 @@ class _Skip:
         unit = self.unit or ("token" if tensor.ndim in self.token_ndims else "row")
         dims = 2 if unit == "token" else 1
         plain = tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested
-        # One packed row is its tokens: a layout of rows as well would go back to it at the first view.
+        # No part of one element, as after any view: attention knows a packed row by that.
         parts = [Part(dim, size) for dim, size in enumerate(tensor.shape[:dims]) if size != 1]
         if not plain or not parts or tensor.ndim < dims or tensor.numel() == 0:
             return tensor
