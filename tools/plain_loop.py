@@ -6,6 +6,7 @@ import multiprocessing
 import re
 import socket
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ ROWS, BATCH, EPOCHS, RATE = 48, 8, 2, 0.3
 FORK = multiprocessing.get_context("fork")
 DOCS = Path(__file__).parent.parent / "docs"
 Losses = Callable[[nn.Module, Any], Tensor]
+
+
+def only_with(package: str, session: str) -> list[pytest.MarkDecorator]:
+    """The marks of a file of tests of a package: nothing without it, one thread, and its warnings are its own."""
+    return [
+        pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}: nox -s {session}"),
+        pytest.mark.usefixtures("one_thread"),
+        pytest.mark.filterwarnings("ignore"),
+    ]
 
 
 def data() -> TensorDataset:
@@ -47,6 +57,11 @@ def above(loss: float) -> Callable[[Tensor], Tensor]:
 def batches(size: int = BATCH) -> list[Any]:
     """Those of the whole training."""
     return [*DataLoader(data(), size)] * EPOCHS
+
+
+def groups(parts: list[Any], size: int) -> list[list[Any]]:
+    """The parts in groups of this size, in their order; the last may be smaller."""
+    return [parts[first : first + size] for first in range(0, len(parts), size)]
 
 
 def descend(
@@ -90,8 +105,8 @@ def above_mean(model: nn.Module, parts: list[Any]) -> Tensor:
 def means_of_kept(logged: list[dict[str, float]]) -> list[float]:
     """For each epoch the mean loss of its kept rows, from the numbers of its batches."""
     means, steps = list[float](), ROWS // BATCH
-    for first in range(0, len(logged), steps):
-        kept = [(each["kept"], each["loss_kept"]) for each in logged[first : first + steps] if each["kept"]]
+    for epoch in groups(logged, steps):
+        kept = [(each["kept"], each["loss_kept"]) for each in epoch if each["kept"]]
         assert len({share for share, _ in kept}) > 1
         assert len(kept) < steps
         means.append(sum(share * loss for share, loss in kept) / sum(share for share, _ in kept))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from families import load
-from plain_loop import BATCH, EPOCHS, RATE, ROWS, data, losses_of, network
+from plain_loop import BATCH, EPOCHS, RATE, ROWS, data, groups, losses_of, network
 
 
 def module_of(package: str) -> Any:
@@ -101,7 +101,7 @@ def learner(cbs: Any = None, *, model: nn.Module | None = None, batch: int = BAT
 
 def means_of(logged: list[dict[str, float]]) -> list[dict[str, float]]:
     """For each epoch the means of the batches' numbers."""
-    epochs = [logged[first : first + ROWS // BATCH] for first in range(0, len(logged), ROWS // BATCH)]
+    epochs = groups(logged, ROWS // BATCH)
     names = [dict.fromkeys(name for batch in epoch for name in batch) for epoch in epochs]
     return [
         {name: fmean(batch[name] for batch in epoch if name in batch) for name in found}
@@ -174,20 +174,24 @@ def logged_by(trainer: Any) -> list[dict[str, float]]:
     return [found[number] for number in sorted(found)]
 
 
-class Lightning:
-    """``fit`` trains, with the callback or without it, and gives the network and the numbers of each batch."""
+class Framework:
+    """``fit`` trains, with what ``ours`` makes or without it, and gives the network and the numbers that are shown."""
 
-    name, page = "lightning", "lightning.md"
+    name = ""
+
+    def shown(self, logged: list[dict[str, float]]) -> list[dict[str, float]]:
+        """The numbers of each batch as the framework has them."""
+        return logged
+
+
+class Lightning(Framework):
+    name = "lightning"
 
     def __init__(self, package: str = "lightning.pytorch") -> None:
         self.package = package
 
     def ours(self, selector: Any, **settings: Any) -> Any:
         return load("rowprop.integrations.lightning").SelectiveBackpropCallback(selector, **settings)
-
-    def shown(self, logged: list[dict[str, float]]) -> list[dict[str, float]]:
-        """The numbers of each batch as the framework has them."""
-        return logged
 
     def fit(
         self, folder: Path, ours: Any = None, *, batch: int = BATCH, accumulate: int = 1, bf16: bool = False,
@@ -205,10 +209,10 @@ class Lightning:
         return module.network, listener.logged
 
 
-class Fastai:
+class Fastai(Framework):
     """Its table has the means of an epoch."""
 
-    name, page = "fastai", "fastai.md"
+    name = "fastai"
 
     def ours(self, selector: Any, **settings: Any) -> Any:
         return load("rowprop.integrations.fastai").SelectiveBackpropCallback(selector, **settings)
@@ -242,16 +246,13 @@ class Fastai:
         return learn.model, [{name: each for name, each in line.items() if name != "time"} for line in lines]
 
 
-class Composer:
+class Composer(Framework):
     """Accumulation is its microbatches."""
 
-    name, page = "composer", "composer.md"
+    name = "composer"
 
     def ours(self, selector: Any, **settings: Any) -> Any:
         return always(selector=selector, **settings)
-
-    def shown(self, logged: list[dict[str, float]]) -> list[dict[str, float]]:
-        return logged
 
     def fit(
         self, folder: Path, ours: Any = None, *, batch: int = BATCH, accumulate: int = 1, bf16: bool = False,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from plain_loop import check_same, descend
+from plain_loop import check_same, descend, groups
 
 ROWS, BATCH, LENGTH, WORDS, EPOCHS = 24, 4, 7, 23, 2
 
@@ -128,8 +128,7 @@ def by_hand(
 
 def updates(data: list[dict[str, Any]], at_once: int) -> list[list[dict[str, Tensor]]]:
     """The batches of each update of the training."""
-    parts = batches(data)
-    return [parts[first : first + at_once] for first in range(0, len(parts), at_once)] * EPOCHS
+    return groups(batches(data), at_once) * EPOCHS
 
 
 def trained(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -31,18 +30,16 @@ from plain_loop import (
     check_same,
     data,
     descend,
+    groups,
     last_line_of,
     losses_of,
     network,
+    only_with,
     script_of,
 )
 from rowprop.distributed import Local
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: nox -s integrations"),
-    pytest.mark.filterwarnings("ignore"),  # those of accelerate are its own
-]
+pytestmark = only_with("accelerate", "integrations")
 
 
 class Loop:
@@ -82,18 +79,13 @@ class Loop:
         return self.accelerator.unwrap_model(self.model)
 
 
-def pairs(each: int) -> list[list[Any]]:
-    """The batches of the training, this many at a time."""
-    return [batches()[first : first + each] for first in range(0, len(batches()), each)]
-
-
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("engine", ["sliced", "recompute"])
 def test_the_parameters_and_numbers_are_those_of_a_plain_loop(engine: str, every: int):
     # Red when: the loss is that of all rows, or is divided by the accumulated batches once more.
     loop = Loop(rowprop.selection.AboveMean(), accelerator={"gradient_accumulation_steps": every}, engine=engine)
     model = network()
-    losses = descend(model, pairs(1), above_mean, every=every)
+    losses = descend(model, groups(batches(), 1), above_mean, every=every)
     check_same(loop.fit(EPOCHS), model)
     assert [numbers["loss_kept"] for numbers in loop.logged] == pytest.approx(losses, abs=1e-5)
 
@@ -176,7 +168,7 @@ def test_two_processes_train_on_the_rows_of_both_and_resume_bit_for_bit(tmp_path
     torchrun(script)
     found, model = network(), network()
     found.load_state_dict(torch.load(tmp_path / "trained.pt"))
-    descend(model, pairs(2), above_mean)
+    descend(model, groups(batches(), 2), above_mean)
     check_same(found, model)
     straight, resumed = (torch.load(tmp_path / f"{name}.pt") for name in ("straight", "resumed"))
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)

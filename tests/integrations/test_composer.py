@@ -5,7 +5,6 @@ The package lives in a venv of its own: `nox -s fastai`. Models are tiny.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from plain_loop import (
     losses_of,
     network,
     on_two_ranks,
+    only_with,
 )
 from rowprop.distributed import Local
 from rowprop.errors import InvalidInput
@@ -39,14 +39,9 @@ from trainers import always, as_rank, fitted, model_of, trainer_of
 
 MODULE = "rowprop.integrations.composer"
 
-needs_composer = pytest.mark.skipif(find_spec("composer") is None, reason="needs mosaicml: nox -s fastai")
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore"),  # those of Composer are its own
-]
+pytestmark = only_with("composer", "fastai")
 
 
-@needs_composer
 def test_rows_are_drawn_by_rank_when_composer_would_draw_them():
     # Red when: the batch's number is not that in the epoch, progress is another, or a batch in between is not whole.
     algorithm = load(MODULE).SelectiveBackpropAlgorithm(
@@ -71,7 +66,6 @@ def test_rows_are_drawn_by_rank_when_composer_would_draw_them():
     check_same(model.network, by_hand(select)[0])
 
 
-@needs_composer
 def test_a_smaller_image_is_scored_and_the_kept_rows_go_forward_whole():
     # Red when: the model is trained on the smaller images, or the scores are of the whole ones.
     generator = torch.Generator().manual_seed(0)
@@ -102,7 +96,6 @@ def test_a_smaller_image_is_scored_and_the_kept_rows_go_forward_whole():
     assert others  # the scores matter
 
 
-@needs_composer
 def test_metrics_see_all_rows():
     # Red when: the trainer's outputs are those of the kept rows.
     from torchmetrics.classification import MulticlassAccuracy
@@ -121,7 +114,6 @@ def test_metrics_see_all_rows():
     assert found[: ROWS // BATCH] == pytest.approx(right[: ROWS // BATCH])
 
 
-@needs_composer
 def test_batches_may_be_dicts():
     # Composer's own algorithm takes pairs of tensors alone. Red when: the batch is indexed by numbers, or a loss that
     # the instance has is gone after.
@@ -143,7 +135,6 @@ def test_batches_may_be_dicts():
     assert model.loss is own
 
 
-@needs_composer
 def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     # Red when: a rank's loss carries another factor than its share of the kept rows.
     load("composer")
@@ -157,7 +148,6 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     check_two_ranks(train, tmp_path)
 
 
-@needs_composer
 def test_two_processes_of_unequal_batches_count_all_rows_alike(tmp_path: Path):
     # Against the mean over all 6 rows. Red when: Composer's weights by rows come on top of the step's own.
     load("composer")
@@ -175,7 +165,6 @@ def test_two_processes_of_unequal_batches_count_all_rows_alike(tmp_path: Path):
     check_same(on_two_ranks(train, tmp_path), plain)
 
 
-@needs_composer
 def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
     # Red when: the checkpoint holds the first rank's state alone, so that both draw the same rows after a resume.
     load("composer")
@@ -201,7 +190,6 @@ def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
     on_two_ranks(train, tmp_path)
 
 
-@needs_composer
 def test_callbacks_see_the_model_and_its_forward():
     # Against the untouched trainer: the first batch's activations. Red when: what stands for the model has no modules,
     # or the forward runs before callbacks have put their hooks on these, or runs the hooks twice.
@@ -219,7 +207,6 @@ def test_callbacks_see_the_model_and_its_forward():
     assert calls == [ROWS // BATCH] * 2
 
 
-@needs_composer
 @pytest.mark.parametrize("then", ["fit", "eval", "predict"])
 @pytest.mark.parametrize("event", ["before_forward", "after_forward"])
 def test_a_fit_after_an_exception_is_the_plain_loop(event: str, then: str):
@@ -247,7 +234,6 @@ def test_a_fit_after_an_exception_is_the_plain_loop(event: str, then: str):
     assert not set(vars(model)) & {"loss", "_compiled_call_impl"}
 
 
-@needs_composer
 def test_a_microbatch_that_keeps_nothing_has_no_part_in_the_loss_of_the_kept():
     # Against the four largest losses of the first batch, which are all in its first half. Red when: the mean goes by
     # the numbers of rows, and is NaN.
@@ -263,7 +249,6 @@ def test_a_microbatch_that_keeps_nothing_has_no_part_in_the_loss_of_the_kept():
     assert trainer.seen["loss_all"][0][1] == pytest.approx(float(losses.mean()))
 
 
-@needs_composer
 def test_what_the_algorithm_refuses():
     ours, half = load(MODULE).SelectiveBackpropAlgorithm, rowprop.TopK(keep=0.5)
     algorithms, classifier = load("composer.algorithms"), load("composer.models").ComposerClassifier

@@ -35,6 +35,7 @@ from plain_loop import (
     losses_of,
     means_of_kept,
     network,
+    only_with,
 )
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
@@ -43,14 +44,9 @@ from trainers import learner, means_of, table
 
 MODULE = "rowprop.integrations.fastai"
 
-needs_fastai = pytest.mark.skipif(find_spec("fastai") is None, reason="needs fastai: nox -s fastai")
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore"),  # those of fastai are its own
-]
+pytestmark = only_with("fastai", "fastai")
 
 
-@needs_fastai
 def test_train_loss_is_that_of_all_rows_and_validation_is_untouched():
     # Red when: the learner's loss is that of the kept rows, a metric sees the predictions for the kept rows alone, or a
     # validation gets other columns.
@@ -79,7 +75,6 @@ def test_train_loss_is_that_of_all_rows_and_validation_is_untouched():
     assert list(learn.validate()) == pytest.approx(truth, abs=1e-5)
 
 
-@needs_fastai
 def test_a_batch_that_keeps_nothing_leaves_the_loss_of_the_kept_rows_known():
     # Red when: the batch's NaN goes into the epoch's mean, or batches count alike however many rows they keep.
     from rowprop.integrations.fastai import SelectiveBackpropCallback
@@ -94,7 +89,6 @@ def test_a_batch_that_keeps_nothing_leaves_the_loss_of_the_kept_rows_known():
         assert [line["loss_all"], line["kept"]] == pytest.approx([truth["loss_all"], truth["kept"]], abs=1e-5)
 
 
-@needs_fastai
 def test_where_the_losses_of_all_rows_are_unknown_the_learner_shows_those_of_the_kept_ones():
     # Red when: the learner's loss is NaN, on which fastai's callback ends the training; or a NaN that was computed is
     # covered up.
@@ -127,7 +121,6 @@ def test_where_the_losses_of_all_rows_are_unknown_the_learner_shows_those_of_the
     assert learn.recorder.losses == []
 
 
-@needs_fastai
 def test_a_search_for_a_learning_rate_leaves_no_trace():
     # Before a fit, and after one. Red when: the losses of the search, which diverges, remain with the selector, or its
     # generator goes on.
@@ -149,7 +142,6 @@ def test_a_search_for_a_learning_rate_leaves_no_trace():
     check_same(*trained)
 
 
-@needs_fastai
 def test_a_search_through_infinite_losses_restores_the_weights_on_request():
     # As the page tells it. Red when: nonfinite="keep" ends the search.
     from rowprop.integrations.fastai import SelectiveBackpropCallback
@@ -164,7 +156,6 @@ def test_a_search_through_infinite_losses_restores_the_weights_on_request():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@needs_fastai
 def test_fastais_own_logger_writes_the_numbers(tmp_path: Path):
     # Red when: the columns come after the loggers have written their header.
     from rowprop.integrations.fastai import SelectiveBackpropCallback
@@ -177,7 +168,6 @@ def test_fastais_own_logger_writes_the_numbers(tmp_path: Path):
         assert list(map(float, line[-4:-1])) == pytest.approx(list(truth.values()), abs=1e-5)
 
 
-@needs_fastai
 def test_all_rows_are_the_untouched_learner():
     # Bit for bit, with batches of 6 rows: red when the loss is a sum of losses times 1/6, is scaled, or when random
     # numbers are drawn.
@@ -194,7 +184,6 @@ def test_all_rows_are_the_untouched_learner():
             assert line["train_loss"] == pytest.approx(truth["train_loss"], rel=1e-6)  # torch sums it in another order
 
 
-@needs_fastai
 def test_fastais_kinds_of_tensors_are_sliced():
     # Images of fastai's class through a convolution, and a loss that flattens the pixels of a row. Red when: the losses
     # keep fastai's class, or come in one dimension.
@@ -219,7 +208,6 @@ def test_fastais_kinds_of_tensors_are_sliced():
     assert type(learn.selective_backprop.record.loss_all) is Tensor
 
 
-@needs_fastai
 def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     # Two processes of DistributedDataParallel: fastai's own DistributedTrainer needs CUDA. Red when: a rank's loss
     # carries another factor than its share of the kept rows.
@@ -235,7 +223,6 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     check_two_ranks(train, tmp_path)
 
 
-@needs_fastai
 def test_batch_loss_filter_keeps_the_rows_that_hold_the_share():
     # tsai's arguments, by its names. Red when: the row that crosses the share is dropped, as tsai does, or the schedule
     # sees another progress than the part of the fit that is done.
@@ -261,7 +248,6 @@ def test_batch_loss_filter_keeps_the_rows_that_hold_the_share():
     check_same(learn.model, by_hand(select)[0])
 
 
-@needs_fastai
 def test_a_learner_of_tsai_trains_on_time_series():
     # Red when: BatchNorm's counters move more than once per step, as they do under tsai's own filter.
     if find_spec("tsai") is None:
@@ -284,7 +270,6 @@ def test_a_learner_of_tsai_trains_on_time_series():
     assert 0 < learn.batch_loss_filter.record.num_kept < 8
 
 
-@needs_fastai
 def test_an_interrupted_fit_leaves_a_learner_that_works():
     # Red when: the stand-in for the batch goes on without its callback.
     from rowprop.integrations.fastai import SelectiveBackpropCallback
@@ -303,7 +288,6 @@ def test_an_interrupted_fit_leaves_a_learner_that_works():
     check_same(learn.model, by_hand(hardest(1.0))[0])
 
 
-@needs_fastai
 def test_a_learner_is_pickled_with_its_callback():
     # As `learn.export` does it. Red when: `record` is missing after, or the step is pickled as well.
     from rowprop.integrations.fastai import SelectiveBackpropCallback
@@ -317,7 +301,6 @@ def test_a_learner_is_pickled_with_its_callback():
     assert callback.record is callback.step is None
 
 
-@needs_fastai
 def test_what_the_callback_refuses():
     from rowprop.integrations.fastai import BatchLossFilter, SelectiveBackpropCallback
 

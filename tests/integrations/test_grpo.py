@@ -7,7 +7,6 @@ is made here, and the answers are random at first.
 from __future__ import annotations
 
 import itertools
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 
 import rowprop
 from grpo_update import VOCABULARY, llama, some_groups, trainer_of
-from plain_loop import check_equal, check_same, in_processes, last_line_of
+from plain_loop import check_equal, check_same, in_processes, last_line_of, only_with
 from rowprop.backprop.zeros import MOST
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations.trl import cppo, pods, select_answers
@@ -25,11 +24,7 @@ GROUP, STEPS = 4, 3
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CLIPPED = {"num_iterations": 2, "epsilon": 0.01, "importance_sampling_level": "sequence"}
 
-needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: see nox -s integrations")
-pytestmark = [
-    pytest.mark.usefixtures("one_thread", "quick_collections"),
-    pytest.mark.filterwarnings("ignore"),  # those of TRL, transformers and datasets are theirs
-]
+pytestmark = [*only_with("trl", "integrations"), pytest.mark.usefixtures("quick_collections")]
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------
@@ -103,7 +98,6 @@ def compared(folder, **settings):
 # --- answers without advantage ----------------------------------------------------------------------------------------
 
 
-@needs_trl
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_the_update_is_the_plain_trainers(loss_type, accumulated, tmp_path):
@@ -123,7 +117,6 @@ def test_the_update_is_the_plain_trainers(loss_type, accumulated, tmp_path):
     assert handle.num_rows == 8
 
 
-@needs_trl
 def test_all_answers_kept_are_the_plain_trainer_bit_for_bit(tmp_path):
     # With the look at the gradient as well, where ratios may be clipped. Red when: answers are gathered in any case.
     settings = {"reward": all_apart, "num_iterations": 2, "epsilon": 0.9, "learning_rate": 0.02}
@@ -146,7 +139,6 @@ SETTINGS = {
 }
 
 
-@needs_trl
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_settings_of_the_trainer_hold(settings, tmp_path):
     # Red when: an answer none of whose tokens count is kept, or stands in the loss; an answer leaves for one clipped
@@ -155,7 +147,6 @@ def test_settings_of_the_trainer_hold(settings, tmp_path):
     assert min(some)[0] < 8
 
 
-@needs_trl
 def test_adapters_of_peft_train_alike(tmp_path):
     # Red when: the backbone's hook sits on the wrapper, whose output has no hidden states.
     from peft import LoraConfig, get_peft_model
@@ -176,7 +167,6 @@ def test_adapters_of_peft_train_alike(tmp_path):
     assert handle.num_forwarded < handle.num_rows
 
 
-@needs_trl
 def test_autocast_trains_alike(tmp_path):
     # Red when: answers are put back among numbers of another dtype.
     plain, ours = (make(tmp_path, bf16=True) for _ in range(2))
@@ -187,7 +177,6 @@ def test_autocast_trains_alike(tmp_path):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
 
 
-@needs_trl
 def test_the_entropy_is_that_of_the_answers_that_went_forward(tmp_path):
     # Red when: the answers that left count as answers of entropy 0.
     _, ours, _, _, _ = compared(tmp_path, max_steps=2)
@@ -216,7 +205,6 @@ def gradient_rows(trainer):
     return counts
 
 
-@needs_trl
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_clipped_answers_have_no_backward(accumulated, tmp_path):
     # One ratio per answer, so many answers are clipped as a whole. Red when: rows of the gradient are taken as they are
@@ -268,7 +256,6 @@ def gradients(trainer, batch):
     return [parameter.grad.clone() for parameter in trainer.model.parameters()]
 
 
-@needs_trl
 @pytest.mark.parametrize("moved", [False, True], ids=["first update", "later"])
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_type_of_loss_has_the_plain_gradient(loss_type, moved, tmp_path):
@@ -289,7 +276,6 @@ def test_every_type_of_loss_has_the_plain_gradient(loss_type, moved, tmp_path):
     assert (handle.num_rows, handle.num_forwarded) == (8, 3)
 
 
-@needs_trl
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 @pytest.mark.parametrize("shape", [(8, 6), (8, 1)], ids=["token", "sequence"])
 def test_ratios_of_vllm_and_masks_of_tools_hold(shape, loss_type, tmp_path):
@@ -314,7 +300,6 @@ def test_ratios_of_vllm_and_masks_of_tools_hold(shape, loss_type, tmp_path):
     assert handle.num_kept == 1 or loss_type == "vespo"  # which bounds the ratio from below
 
 
-@needs_trl
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_batch_without_advantage_leaves_gradients_of_zero(loss_type, tmp_path):
     # A rank has to take part in the all-reduce of each gradient. Red when: no forward runs, a gradient is None, or the
@@ -380,7 +365,6 @@ def by_size(rewards):
     return rows.tolist(), advantages[rows]
 
 
-@needs_trl
 @pytest.mark.parametrize(("method", "by_hand"), [(pods, by_variance), (cppo, by_size)])
 def test_pods_and_cppo_train_as_a_plain_loop_on_their_answers(method, by_hand, tmp_path):
     # The plain loop takes the answers that the trainer sampled. Red when: advantages stay TRL's in PODS, the mean is
@@ -401,7 +385,6 @@ def test_pods_and_cppo_train_as_a_plain_loop_on_their_answers(method, by_hand, t
     assert [log["kept"] for log in logs_of(trainer)] == [0.5] * STEPS
 
 
-@needs_trl
 def test_a_selector_that_keeps_all_leaves_the_trainer_as_it_is(tmp_path):
     # Bit for bit. Red when: advantages are multiplied by N times 1/N, which is not 1 for N = 82.
     settings = {"per_device_train_batch_size": 82, "num_generations": 2, "max_steps": 1, "max_completion_length": 2}
@@ -412,7 +395,6 @@ def test_a_selector_that_keeps_all_leaves_the_trainer_as_it_is(tmp_path):
     check_equal(plain.model, ours.model)
 
 
-@needs_trl
 def test_a_threshold_leaves_out_advantages_that_rounding_left(tmp_path):
     # Red when: OverAll's weights are taken for those of a mean over the kept answers.
     def tenths(**given):
@@ -431,7 +413,6 @@ def test_a_threshold_leaves_out_advantages_that_rounding_left(tmp_path):
     assert [handle.num_forwarded for handle in handles] == [8, 0]  # a group whose rewards are all 0.1
 
 
-@needs_trl
 def test_pods_refuses_to_keep_one_answer_to_each_prompt(tmp_path):
     # Its advantage among itself is 0. Red when: such a training goes on and trains nothing.
     trainer = make(tmp_path, reward=all_apart)
@@ -445,7 +426,6 @@ def some_unscored(prompts, completion_ids, **columns):
     return [None if ids[0] % 5 == 0 else sum(ids) / 9 for ids in completion_ids]
 
 
-@needs_trl
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_of_all_kept_answers_are_those_of_trl(scale, tmp_path):
     # Red when: a deviation is that of a population, of another set of answers, or taken where rewards are not scaled;
@@ -458,7 +438,6 @@ def test_advantages_of_all_kept_answers_are_those_of_trl(scale, tmp_path):
     check_same(plain.model, ours.model)
 
 
-@needs_trl
 def test_weights_of_an_unbiased_selector_are_those_of_the_mean_over_all(tmp_path):
     # Answers are kept by a lot, and count 1 / (N p). Red when: each kept answer counts 1/K.
     def lots(scores, context):
@@ -480,7 +459,6 @@ def test_weights_of_an_unbiased_selector_are_those_of_the_mean_over_all(tmp_path
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@needs_trl
 @pytest.mark.parametrize("selects", [False, True], ids=["exact", "drawn"])
 def test_a_resumed_training_goes_on_bit_for_bit(selects, tmp_path):
     # Red when: no state is saved, so that the draw begins again.
@@ -499,7 +477,6 @@ def test_a_resumed_training_goes_on_bit_for_bit(selects, tmp_path):
     assert (tmp_path / "checkpoint-2" / "rowprop_0.pt").exists() == selects
 
 
-@needs_trl
 def test_further_processes_go_on_from_the_state_of_the_first(tmp_path):
     # Red when: a process without a file of its own keeps the generator of the beginning.
     def trainer_in(folder, **settings):
@@ -523,7 +500,6 @@ def test_further_processes_go_on_from_the_state_of_the_first(tmp_path):
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-@needs_trl
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_ranks_that_keep_nothing_keep_up(accumulated, tmp_path):
     # Each rank has a group of its own in each micro-batch, or the half of one. Red when: a rank without answers runs no
@@ -558,7 +534,6 @@ def test_ranks_that_keep_nothing_keep_up(accumulated, tmp_path):
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-@needs_trl
 def test_the_script_of_the_page_runs(tmp_path, monkeypatch, capsys):
     # Red with a name misspelt, or without the one line.
     monkeypatch.chdir(tmp_path)
@@ -575,7 +550,6 @@ REFUSED = {
 }
 
 
-@needs_trl
 @pytest.mark.parametrize("named", REFUSED)
 def test_terms_that_reach_all_answers_are_refused(named, tmp_path, monkeypatch):
     # Red when: a term is not looked at.
@@ -586,7 +560,6 @@ def test_terms_that_reach_all_answers_are_refused(named, tmp_path, monkeypatch):
         select_answers(make(tmp_path, **REFUSED[named]))
 
 
-@needs_trl
 def test_other_trainers_and_models_are_refused(tmp_path):
     # Red when: an argument is looked at in the first step alone.
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -614,7 +587,6 @@ def test_other_trainers_and_models_are_refused(tmp_path):
         select_answers(trainer)
 
 
-@needs_trl
 def test_a_batch_of_images_is_refused(tmp_path):
     # Red when: an entry that the forward reads is left at all answers.
     trainer = make(tmp_path)
@@ -623,7 +595,6 @@ def test_a_batch_of_images_is_refused(tmp_path):
         gradients(trainer, batch_of(trainer) | {"pixel_values": torch.zeros(8, 3)})
 
 
-@needs_trl
 def test_evaluation_is_untouched_and_the_handle_gives_the_trainer_back(tmp_path):
     # Red when: the forward of an evaluation is cut as well, a second handle stands for the first, an attribute stays.
     plain, ours = (make(tmp_path, eval_strategy="no", per_device_eval_batch_size=8) for _ in range(2))

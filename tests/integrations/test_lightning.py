@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import signal
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,29 @@ import torch
 from torch import Tensor
 
 import rowprop
-from plain_loop import BATCH, EPOCHS, ROWS, batches, by_hand, check_same, data, descend, hardest, losses_of, network
+from plain_loop import (
+    BATCH,
+    EPOCHS,
+    ROWS,
+    batches,
+    by_hand,
+    check_same,
+    data,
+    descend,
+    hardest,
+    losses_of,
+    network,
+    only_with,
+)
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, WithIds
 from trainers import fit, module_of
 
 MODULE = "rowprop.integrations.lightning"
 
-needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: nox -s integrations")
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore"),  # those of Lightning are its own
-]
+pytestmark = only_with("lightning", "integrations")
 
 
-@needs_lightning
 def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     # Red when: a rank's loss carries another factor than its share of the kept rows.
     from rowprop.integrations.lightning import SelectiveBackpropCallback
@@ -44,7 +51,6 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     check_same(module.network, model)
 
 
-@needs_lightning
 def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
     # Red when: the callback saves no state, so that the generator begins again.
     from rowprop.integrations.lightning import SelectiveBackpropCallback
@@ -71,7 +77,6 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
     assert torch.equal(next(known), next(known))
 
 
-@needs_lightning
 def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
     # Red when: the checkpoint holds the first rank's state alone, so that both draw the same rows after a resume.
     from rowprop.integrations.lightning import SelectiveBackpropCallback
@@ -104,7 +109,6 @@ def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
         assert all(torch.equal(a, b) for a, b in zip(straight[1], resumed[1], strict=True))
 
 
-@needs_lightning
 @pytest.mark.parametrize("raised", [OSError, KeyboardInterrupt])
 def test_the_module_is_as_it_was_after_an_exception(
     raised: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -138,7 +142,6 @@ def test_the_module_is_as_it_was_after_an_exception(
     assert len(ours.state_dict()["ranks"]) == 2
 
 
-@needs_lightning
 @pytest.mark.parametrize(("max_epochs", "max_steps"), [(2, 4), (2, 100), (2, -1), (None, 4)])
 def test_progress_ends_where_the_training_does(max_epochs: int | None, max_steps: int, tmp_path: Path):
     # Red when: one of the two limits is left out where it comes first.
@@ -157,7 +160,6 @@ def test_progress_ends_where_the_training_does(max_epochs: int | None, max_steps
     assert seen == pytest.approx([number / whole for number in range(whole)])
 
 
-@needs_lightning
 def test_what_the_callback_refuses(tmp_path: Path):
     from rowprop.integrations.lightning import SelectiveBackpropCallback
 

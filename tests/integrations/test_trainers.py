@@ -127,7 +127,7 @@ def test_the_kept_share_of_each_class_is_logged_on_request(framework: Any, tmp_p
 # Red when: a line of the page no longer works, or prints something else.
 @pytest.mark.parametrize("framework", [Lightning(), Fastai(), Composer()], ids=lambda each: each.name, indirect=True)
 def test_the_page_runs(framework: Any, capsys: pytest.CaptureFixture[str]):
-    assert last_line_of(framework.page, capsys) == "16 64"
+    assert last_line_of(f"{framework.name}.md", capsys) == "16 64"
 
 
 # Red when: a line of the page no longer works, prints something else, or trains on other rows.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
 import sft_trl
+from plain_loop import only_with
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.errors import InvalidInput
 from rowprop.integrations.trl import pick_answers
@@ -25,11 +25,7 @@ from rowprop.integrations.trl import pick_answers
 PAGE = Path(__file__).parents[2] / "docs" / "supervised-fine-tuning.md"
 WIDTH, VOCABULARY, STEPS = 32, 67, 3
 
-needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: see nox -s integrations")
-pytestmark = [
-    pytest.mark.usefixtures("one_thread", "quick_collections"),
-    pytest.mark.filterwarnings("ignore"),  # those of TRL, transformers and datasets are theirs
-]
+pytestmark = [*only_with("trl", "integrations"), pytest.mark.usefixtures("quick_collections")]
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------
@@ -173,7 +169,6 @@ BATCHES = {
 }
 
 
-@needs_trl
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 def test_trainers_end_with_equal_parameters_and_logs(batches, accumulated, tmp_path):
@@ -188,14 +183,12 @@ def test_trainers_end_with_equal_parameters_and_logs(batches, accumulated, tmp_p
     assert sum(kept_tokens) < 0.5 * sum(all_tokens)
 
 
-@needs_trl
 @pytest.mark.parametrize("make", [qwen, gemma, granite, mixtral, adapted])
 def test_heads_of_all_kinds_stay_trls(make, tmp_path):
     # Red when: the adapter multiplies by the head's weight itself, or drops the backbone's other outputs.
     assert_equal_runs(make, tmp_path, gradient_accumulation_steps=2)
 
 
-@needs_trl
 @pytest.mark.parametrize(
     "settings",
     [{"loss_type": "dft", "learning_rate": 1.0}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}],
@@ -206,7 +199,6 @@ def test_settings_of_the_trainer_hold(settings, tmp_path):
     assert_equal_runs(llama, tmp_path, **settings)
 
 
-@needs_trl
 def test_the_backward_below_the_head_costs_the_answers(tmp_path):
     # TRL's head alone gives the last block a gradient of all tokens. Red when: hidden states are indexed plainly.
     counted = []
@@ -222,7 +214,6 @@ def test_the_backward_below_the_head_costs_the_answers(tmp_path):
     assert report.sliced["silu_backward"] == STEPS  # the last block's MLP; the other's gradient is dense
 
 
-@needs_trl
 def test_a_batch_without_an_answer_adds_nothing(tmp_path):
     # Red when: the mean of no losses is taken, NaN.
     trainer = trainer_of(llama, tmp_path)
@@ -237,7 +228,6 @@ def test_a_batch_without_an_answer_adds_nothing(tmp_path):
         assert not parameter.grad.any(), name
 
 
-@needs_trl
 def test_evaluation_logits_and_generation_are_those_of_the_model(tmp_path):
     # Red when: forwards without TRL's head are narrowed as well, or the signature that `generate` reads is lost.
     plain, ours = (trainer_of(llama, tmp_path) for _ in range(2))
@@ -253,7 +243,6 @@ def test_evaluation_logits_and_generation_are_those_of_the_model(tmp_path):
     torch.testing.assert_close(said[0], said[1])
 
 
-@needs_trl
 def test_the_code_of_the_page_runs(tmp_path):
     # Red with a name misspelt in a block.
     trainer = trainer_of(llama, tmp_path)
@@ -285,7 +274,6 @@ def detached(trainer):
     trainer.model.config._attn_implementation = "detached"
 
 
-@needs_trl
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 def test_cut_is_the_documented_dense_code(batches, tmp_path):
     # The control: without detaching, the trainers end up apart. Red when: `attention` is not handed to pick.
@@ -301,7 +289,6 @@ def test_cut_is_the_documented_dense_code(batches, tmp_path):
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@needs_trl
 def test_bad_arguments_are_named(tmp_path):
     # Red when: an argument is looked at in the first forward alone.
     with pytest.raises(InvalidInput, match=r"of type Linear but a trl\.SFTTrainer was needed"):
@@ -317,7 +304,6 @@ def test_bad_arguments_are_named(tmp_path):
 # --- select on an SFTTrainer ------------------------------------------------------------------------------------------
 
 
-@needs_trl
 def test_select_takes_the_losses_of_an_sft_trainer_and_refuses_others(tmp_path):
     # Red when: losses of another kind than the trainer's are selected among.
     from rowprop.integrations.transformers import select

@@ -132,10 +132,9 @@ class _Pass:
             met.append((path, live))
             entries, shares = found.setdefault(path, ([], {}))
             entries.append(live)
-            for later in (
-                at for at in range(order, len(self.live)) if own[at]
-            ):  # of several calls above the last counts
-                shares[later] = 1 - _cost(self.live[later][1], live)
+            for later in range(order, len(self.live)):
+                if own[later]:
+                    shares[later] = 1 - _cost(self.live[later][1], live)  # of several calls above, the last counts
         return {
             path: (entries, sum(own[at] * share for at, share in shares.items()))
             for path, (entries, shares) in found.items()

@@ -89,7 +89,7 @@ class Method:
     engine: str  # one of ENGINES, for tokens also CUT; "plain" for an ordinary loop
     label: str  # the method as the user wrote it, its name in every table and file
     kind: Kind
-    beside: str = ""  # the method whose share of backpropagated rows, or for PLAIN whose cost, it has in each seed
+    beside: str = ""  # the method whose share of rows, or for PLAIN whose cost, it has in each seed; empty: its own
 
     @property
     def is_own(self) -> bool:
