@@ -219,6 +219,14 @@ def test_plain_steps_on_fewer_rows_cost_what_the_method_costs(tmp_path: Path, mo
         Settings(methods=methods, seconds=1.0)
 
 
+@pytest.mark.parametrize(
+    ("method_s", "rows"), [(7.0, 21), (1.2, 2), (30.0, 32)], ids=["some", "at least 2", "at most all"]
+)
+def test_as_many_rows_as_cost_what_a_method_costs(method_s: float, rows: int):
+    full = Run("full", "plain", 0, train_s=10.0, phases_s={"optimizer": 1.0})
+    assert run_module.rows_at_cost(Run("ohem", "sliced", 0, train_s=method_s), full, 32) == rows
+
+
 def test_methods_share_start_and_order(steps: list[SimpleNamespace]):
     seen: dict[str, list[SimpleNamespace]] = {}
     for label in METHODS["row"]:

@@ -239,6 +239,23 @@ def test_a_language_model_has_its_head_found_and_its_tokens(kind: Callable[[], n
     assert cost < 0.6 * full
 
 
+class Masking(Language):
+    """Zeros arise between the hidden states and the output, whose gradient has none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.base_model(x) * SOME[..., None], self.head.weight).log_softmax(2)[..., 0]
+
+
+def test_the_record_is_that_of_the_place_where_most_left():
+    model = Masking()
+    handle, _, _ = skipped(model, lambda: model(IDS).sum())
+    assert {place: record.kept for place, record in handle.records.items()} == {
+        "": N * T,
+        "base_model": int(SOME.sum()),
+    }
+    assert handle.record.place == "base_model"
+
+
 def test_a_handle_pauses_and_ends():
     model = mlp()
 
