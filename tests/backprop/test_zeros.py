@@ -7,12 +7,13 @@ import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
@@ -595,6 +596,21 @@ def test_ops_without_a_formula_are_those_of_the_backward():
         with count_flops() as backward:
             loss.backward()
     assert before == {} and forward.uncounted and report.uncounted == backward.uncounted
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ops_are_looked_at_in_the_backward_alone_and_once(reentrant: bool):
+    # Red when: the forward, or the update, runs under a mode, too; a backward inside of another counts twice.
+    model = Decoder(packed=True)
+    model.through = lambda *given: checkpoint(*given, use_reentrant=reentrant)
+    _, flops = gradient(model, lambda: of_tokens(model))
+    run = cast(Any, torch.autograd)._engine_run_backward
+    with rowprop.find_zeros(model) as report:
+        loss = of_tokens(model)
+        assert not _get_current_dispatch_mode_stack()
+        loss.backward()
+    assert report.backward_flops == flops
+    assert cast(Any, torch.autograd)._engine_run_backward is run
 
 
 def test_nodes_of_a_backward_that_is_done_are_let_go():

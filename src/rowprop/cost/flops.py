@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import prod
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry  # pyright: ignore[reportUnknownVariableType]
 
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.cost.where import current_node
 
 # Called after an op: with its name without ``aten``, its FLOPs, the op, its inputs and what it returned. The FLOPs are
 # one number for each output of an op that makes several gradients, else one for all; None where no formula is known.
@@ -79,14 +80,36 @@ def count_flops() -> Generator[Flops, None, None]:
 @contextmanager
 def counting(ran: Ran) -> Generator[None]:
     """Call ``ran`` after every op of the block; compiled models run uncompiled in the block."""
+    with _uncompiled(), _Counter(ran):
+        yield
+
+
+@contextmanager
+def counting_backwards(ran: Ran) -> Generator[None]:
+    """Call ``ran`` after every op of the block's backwards; no other op is slowed down."""
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward  # all of torch's ways into a backward lead here
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        # A backward inside another, as of a reentrant checkpoint, is counted by that one.
+        with _Counter(ran) if current_node() is None else nullcontext():
+            return run(*args, **kwargs)
+
+    with _uncompiled():
+        autograd._engine_run_backward = counted
+        try:
+            yield
+        finally:
+            autograd._engine_run_backward = run
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
     dynamo: Any = sys.modules.get("torch._dynamo")
     try:
         # Under a mode Dynamo gives a frame up for good. One that it was told to leave alone runs compiled again later.
-        uncompiled = nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
+        return nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
     except RuntimeError:  # this very code runs inside a compiled function, after a graph break
-        uncompiled = nullcontext()
-    with uncompiled, _Counter(ran):
-        yield
+        return nullcontext()
 
 
 class _Counter(TorchDispatchMode):
@@ -218,6 +241,11 @@ def _product(*args: Any, place: int = 0, columns: bool = False, **_: Any) -> int
     return 2 * args[place].numel() * (args[place + 1].shape[-1] if columns else 1)
 
 
+def _fused_head(x: Tensor, head: Tensor, *rest: Any, **_: Any) -> int:
+    """The logits; where the losses are reduced, the forward makes the gradients that are asked for, too."""
+    return 2 * x.numel() * len(head) * (1 + sum(rest[10:12]))
+
+
 _ATTENTION = [
     *(getattr(_aten, f"_scaled_dot_product_{kind}_attention{part}")
       for kind in ("flash", "efficient", "cudnn") for part in ("", "_backward")),
@@ -247,10 +275,13 @@ FORMULAS: dict[Any, Formula] = {
     torch.ops.higher_order.flex_attention_backward: partial(_flex, backward=True),
 }
 
+# Of ops that are there once torch has imported their module; their backward runs ops of its own.
+_IMPORTED = {f"_linear_cross_entropy_batch_chunked{reduced}": _fused_head for reduced in ("", "_no_reduction")}
+
 
 def formula_of(packet: Any) -> Formula | None:
     """The formula of an op; None if there is none. Modules of torch add theirs when they are imported."""
-    return FORMULAS.get(packet) or flop_registry.get(packet)
+    return FORMULAS.get(packet) or flop_registry.get(packet) or _IMPORTED.get(packet.__name__)
 
 
 @cache
