@@ -119,18 +119,6 @@ def layer_rows(name: str, rows: int, counted: StepFlops) -> list[list[object]]:
     return lines
 
 
-def strict(rows: int, inputs: int = 128, outputs: int = 128) -> tuple[float, float]:
-    """A later linear layer without a bias, when additions are counted one fewer than products: two shares of 2 N i o.
-
-    Returns:
-        Backward over forward with 2k - 1 FLOPs for a sum of k products, and the weights' gradient over the forward.
-    """
-    forward = rows * outputs * (2 * inputs - 1)
-    to_input = rows * inputs * (2 * outputs - 1)
-    to_weight = inputs * outputs * (2 * rows - 1)
-    return (to_input + to_weight) / forward, to_weight / forward
-
-
 def total(counted: StepFlops) -> int:
     """Forward and backward."""
     return counted.forward_flops + counted.backward_flops
@@ -256,10 +244,6 @@ and cost no product in the forward. With [other optimizers](#other-optimizers) n
 **Confirmed:** from {shallow.ratio:.4f} with no middle layer to {deepest.ratio:.4f} with 100. The ratio is
 `2 - first / forward`, where `first` is the first layer's forward.
 
-The original shares one convolution among all middle layers, which hides the cost of the update: with it, 100 layers
-have {deepest.ratio_with_update:.4f} at batch 1 as one shared layer and {depth[False][100].ratio_with_update:.4f} as
-layers of their own.
-
 ## The ResNet family
 
 The original sees ratios away from 2 and suspects its profiler. **Settled:** they are below 2 by exactly the first
@@ -282,10 +266,6 @@ for all parameters ([the arithmetic](flops.md#the-update)).
 {experts.ratio:.4f}, that of the layers which one row meets, router included. Leaving out rows of the backward changes
 it: with `rowprop.pick`, ResNet-50 at batch 64 takes {kept[0.5].ratio:.4f} with half of the rows kept
 and {kept[0.25].ratio:.4f} with a quarter.
-
-**"The outer product of two vectors needs no factor of two."** Right for one row; a weight's gradient is a sum
-over the batch. With 2k - 1 FLOPs for every sum of k products, a later linear layer of 128 x 128 has a ratio of
-{strict(1)[0]:.4f} at batch 1, {strict(8)[0]:.4f} at 8 and {strict(64)[0]:.4f} at 64.
 
 **"FLOPs mislead: automatic differentiation takes ten times the forward."** Not here: counted ratios, and those of the
 time on one CPU thread ([how](../benchmarks/results/2026-11-21-cpu-1-threads.md)):
