@@ -61,9 +61,14 @@ def per_token(name: str, returned: object, *, noun: str = "a tensor") -> Tensor:
     return _losses(name, returned, "one number per token was needed, shape (N, T)", noun)
 
 
-def losses_of(losses_fn: LossesFn, model: Any, batch: Any, *, counted: bool = False) -> Tensor:
-    """The losses of a batch's rows, shape ``(N,)``, with their graph; on the device meta where they are ``counted``."""
-    return per_row("losses_fn", losses_fn(model, batch), None, counted=counted)
+def losses_of(
+    losses_fn: LossesFn, model: Any, batch: Any, *, unit: Literal["row", "token"] = "row", counted: bool = False
+) -> Tensor:
+    """The losses of a batch's rows, ``(N,)``, or tokens, with their graph; on the device meta where ``counted``."""
+    returned = losses_fn(model, batch)
+    if unit == "token":
+        return per_token("losses_fn", returned)
+    return per_row("losses_fn", returned, None, counted=counted)
 
 
 def described(value: object, noun: str = "a tensor") -> str:

@@ -156,6 +156,14 @@ def test_verify_knows_tokens():
     assert "Attention was cut at: _scaled_dot_product_flash_attention_for_cpu_backward (1)" in cut
 
 
+def test_plan_knows_tokens():
+    # Red when: an option does not reach plan(), or the output calls tokens rows.
+    given = ["model_cases:tokens", "--unit", "token", "--attention", "cut", "--keep", "0.5", "--rounds", "1"]
+    said = " ".join(run("plan", *given).stdout.split())
+    assert "model_cases:tokens: N = 40 tokens; plain step" in said and "at keep 0.5 (K = 20 of 40 tokens)" in said
+    assert "recompute left out" in said and "sliced" in said and "by policy" in said
+
+
 def flops(model: str, *arguments: str) -> dict[str, Any]:
     return json.loads(run("flops", f"model_cases:{model}", *arguments, "--json").stdout)
 
