@@ -20,7 +20,7 @@ import rowprop
 from model_cases import Sorting, losses, mlp, with_batchnorm, with_zero_head
 from rowprop import verify
 from rowprop.backprop.rules.registry import RULES
-from rowprop.backprop.sliced import RowSlice
+from rowprop.backprop.sliced import NO_RULE, RowSlice
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Ran
@@ -357,7 +357,7 @@ def test_an_op_without_a_rule_is_named_with_its_module_and_reason(monkeypatch: p
     result = verify(model, vectors(), losses)
     place = result.densified[0]
     assert (place.module, place.op, place.node) == ("1.0", "threshold_backward", "ReluBackward0")
-    assert (place.calls, place.reason) == (1, "no rule for this op")
+    assert (place.calls, place.reason) == (1, NO_RULE)
     # The first layer's weight gradient at N rows, the second's two gradients at 2.
     assert result.backward_flops == 2 * N * (4 * 6) + 2 * 2 * (2 * 6 * 3)
 

@@ -136,10 +136,11 @@ def _is_ours(region: Any) -> bool:
 @function_rule(_is_region, positions=True)
 def _compiled_region(node: Any, backward: Callable[..., Any], *grads: Any) -> Any:
     if not _is_ours(node._forward_cls):
-        return Densify("compiled by another backend: torch.compile(model, backend='rowprop') keeps it sliced")
+        return Densify("compiled by another backend; torch.compile(model, backend='rowprop') keeps it sliced")
     if any(type(g) is RowSlice and g.layout.minor for g in grads):
         if any(type(g) is RowSlice and g.rows.attention == "cut" for g in grads):
-            return Densify("a compiled region takes whole sequences, which attention='cut' does not leave whole")
+            whole = "a compiled region takes whole sequences, which attention='cut' does not leave whole"
+            return Densify(f"{whole}; leave attention uncompiled")
         united = unite([whole_rows(g) for g in grads], {})
         if united is None:
             return Densify("gradients sliced over different batches meet")

@@ -198,4 +198,4 @@ def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:
 
 @function_rule("torch.nn.modules._functions.SyncBatchNorm")
 def _sync_batch_norm(node: Any, backward: Any, *grads: Any) -> Densify:
-    return Densify("BatchNorm takes its statistics over the rows of all processes")
+    return Densify("BatchNorm takes its statistics over the rows of all processes; eval() freezes them")
