@@ -278,7 +278,7 @@ def show_plan(console: Console, model: str, result: Plan) -> None:
     phases = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in result.phases_s.items())
     console.print(f"{model}: N = {result.num_rows} {result.unit}s; plain step {milliseconds(result.full_s)}; {phases}")
     console.print(new_table("The cost of a step", WAY_COLUMNS, [way_row(way, result) for way in result.ways], words=2))
-    console.print(f"{result.reason}\n{result.certainty}")
+    console.print(str(result))
 
 
 def way_row(way: Way, result: Plan) -> tuple[str, ...]:

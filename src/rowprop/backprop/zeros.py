@@ -122,7 +122,7 @@ class SkipRecord:
         """The share that went on."""
         return self.kept / self.total
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         where = f" at {self.place}" if self.place else ""
         return f"{self.kept} of {self.total} {self.unit}s went on{where}: {self.reason}"
 

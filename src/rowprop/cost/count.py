@@ -80,6 +80,10 @@ class StepFlops:
     by_op: ByOp
     modules: list[ModuleFlops]
 
+    def __repr__(self) -> str:
+        counts = f"forward {self.forward_flops:,}, backward {self.backward_flops:,}, update {self.update_flops:,}"
+        return f"StepFlops({counts}; backward over forward {self.ratio:.3f})"
+
     @property
     def backward_flops(self) -> int:
         """The three parts of the backward together."""

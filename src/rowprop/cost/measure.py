@@ -93,6 +93,10 @@ class Timing:
     rounds: tuple[dict[str, float], ...]
     peak_bytes: int
 
+    def __repr__(self) -> str:
+        phases = ", ".join(f"{phase} {1000 * self.spread(phase).median:.3g} ms" for phase in self.phases)
+        return f"Timing({phases}; {len(self.rounds)} rounds, {self.peak_bytes / 1e6:.3g} MB)"
+
     @property
     def phases(self) -> tuple[str, ...]:
         """Names of the phases, in the order in which they ended."""

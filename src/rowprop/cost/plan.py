@@ -70,7 +70,7 @@ def plan(
     :func:`rowprop.thin`: the step of all rows with this ``keep`` after every block. Each way then runs at the keeps
     asked for, which the lines have not seen, as far as there is time. A way of another gradient than plain indexing's
     (``recompute`` with BatchNorm or dropout in training, ``thinned``) is listed, and never chosen. No engine follows
-    the :class:`~rowprop.cost.Plan` by itself; ``print(result.reason)`` is the short of it.
+    the :class:`~rowprop.cost.Plan` by itself; ``print(result)`` is the short of it.
 
     Args:
         model: An ``nn.Module``, measured in the modes it is in.
@@ -433,6 +433,9 @@ class Plan:
     spread: float | None
     zeros: ZeroPlace | None = None
     unit: Unit = "row"
+
+    def __repr__(self) -> str:
+        return f"{self.reason}\n{self.certainty}"
 
     @property
     def choice(self) -> Way:

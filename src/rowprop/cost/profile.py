@@ -105,6 +105,10 @@ class Profile:
     bytes_per_s: float
     device: str
 
+    def __repr__(self) -> str:
+        found = [f"{finding.kind} at {finding.where}. {finding.evidence} {finding.remedy}" for finding in self.findings]
+        return "\n".join([f"The backward takes {self.measured_ratio:.2f} times the forward.", *found])
+
     @property
     def measured_ratio(self) -> float:
         """Backward over forward, in time."""

@@ -39,7 +39,7 @@ class ZeroPlace:
     zero_tokens: float | None
     saves: float
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         share, what = (self.zero_rows, "rows") if self.zero_tokens is None else (self.zero_tokens, "tokens")
         return f"{share:.0%} of the {what} at {self.module} have no gradient; skip_zeros there saves {self.saves:.0%}"
 
@@ -61,7 +61,7 @@ class ZeroReport:
     backward_flops: int = 0
     uncounted: dict[str, int] = field(default_factory=dict[str, int])
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self.places:
             return f"No zeros that are worth skipping in the gradients of {self.backwards} backwards."
         return f"{self.places[0]} of the backward's FLOPs."

@@ -75,7 +75,7 @@ def verify(
         tick: Called before each step with a line on the step and the fraction of all work done. Default None.
 
     Returns:
-        A :class:`~rowprop.oracle.Verification`; ``print(result.verdict)`` and ``result.agrees`` are the short of it.
+        A :class:`~rowprop.oracle.Verification`; ``print(result)`` and ``result.agrees`` are the short of it.
 
     Raises:
         InvalidInput: An argument is out of its range; all rows are kept, which leaves nothing to check; no parameter
