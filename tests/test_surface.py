@@ -134,6 +134,7 @@ def test_version_is_the_changelogs_newest():
     newest = re.search(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert rowprop.__version__ == newest[1]
+    assert f"\nversion: {newest[1]}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_what_a_call_returns_shows_as_the_text_that_it_prints():
