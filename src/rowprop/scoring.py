@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.batch import map_tensors, tensors
-from rowprop.checks import check_callable, check_choice, check_losses_fn, check_numbers, check_whole, is_number, wrong
+from rowprop.checks import check_callable, check_choice, check_losses_fn, check_numbers, check_whole, check_within
 from rowprop.errors import InvalidInput
 from rowprop.host import waits
 from rowprop.state import buffers_kept, evaluating, rng_kept
@@ -316,8 +316,7 @@ class Downscaled:
 
     def __post_init__(self) -> None:
         check_losses_fn("Downscaled", self.function, "function")
-        if not is_number(self.scale) or not 0 < self.scale < 1:
-            raise wrong("Downscaled", "scale", self.scale, "a factor in (0, 1) was needed.")
+        check_within("Downscaled", "scale", self.scale, "(0, 1)")
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
         """Return the scores of the scaled batch."""

@@ -373,7 +373,9 @@ def test_the_heading_follows_the_losses(share, heading: str, needed: int | None,
     assert ("After epoch 2, " + ("the loss of every training row is zero." if needed is None else said)) in text
 
 
-@pytest.mark.parametrize(("accuracy", "said"), [(0.3, "most often the models may be wrong"), (0.95, "the label may be")])
+@pytest.mark.parametrize(
+    ("accuracy", "said"), [(0.3, "most often the models may be wrong"), (0.95, "the label may be")]
+)
 def test_a_label_is_doubted_by_models_that_know_better_alone(accuracy: float, said: str):
     # Red when: models that are right on a third of the rows make every label doubtful.
     results, data = of_the_study("fashion-mnist-epochs", torch.rand(10, 1, 8, 8))

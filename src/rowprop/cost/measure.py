@@ -146,8 +146,7 @@ def measure(
     """
     if not routines or rounds < 1 or warmup < 0:
         raise InvalidInput(
-            f"measure got {len(routines)} routines, rounds={rounds} and warmup={warmup} but at least one routine, one "
-            "round and a warm-up of 0 or more were needed."
+            f"measure got {len(routines)} routines, {rounds=}, {warmup=} but 1, 1, 0 or more were needed."
         )
     devices, names = list(devices), list(routines)
     taken: dict[Name, list[dict[str, float]]] = {name: [] for name in names}

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rowprop.backprop.pick import Attention, BatchNorm, Unit
 from rowprop.batch import take
-from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, wrong
+from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, check_within
 from rowprop.cost.findings import grouped
 from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, ignored, measure
 from rowprop.cost.timing import THINNED, MakeOptimizer, Variant, routines_of
@@ -108,8 +108,8 @@ def plan(
     check_choice("plan", "unit", unit, ("row", "token"))
     sliced = Sliced(batchnorm, attention)  # raises where there is no such policy
     check_whole("plan", "rounds", rounds, 1)
-    if not is_number(seconds) or seconds <= 0:
-        raise wrong("plan", "seconds", seconds, "a number above 0 was needed; 60 is the default.")
+    needed = "a number above 0 was needed; 60 is the default."
+    check_number("plan", "seconds", seconds, needed, lambda value: value > 0)
     check_tick("plan", tick)
     tell, begun_s = tick or ignored, time.perf_counter()
     tell(f"about {seconds:.0f} s at most", 0.0)
@@ -150,7 +150,7 @@ def _keeps(keep: object) -> list[float]:
     if not keeps:
         raise InvalidInput("plan got no keep, but at least one fraction in (0, 1) was needed; a quarter is keep=0.25.")
     for fraction in keeps:
-        check_number("plan", "keep", fraction, "(0, 1)", lambda number: 0 < number < 1)
+        check_within("plan", "keep", fraction, "(0, 1)")
     return list(dict.fromkeys(map(float, keeps)))
 
 

@@ -20,7 +20,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_leaves
 
-from rowprop.checks import check_tick, check_trainable, check_whole, wrong
+from rowprop.checks import check_kind, check_tick, check_trainable, check_whole
 from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Finding, Node, Observed, Op, diagnose, grouped
 from rowprop.cost.flops import counting, is_view
 from rowprop.cost.measure import Tick, Timing, accelerators, ignored, measure, profiled
@@ -168,8 +168,7 @@ def profile(
     check_whole("profile", "rounds", rounds, 1)
     check_tick("profile", tick)
     if trace is not None:
-        if not isinstance(cast(object, trace), Path):
-            raise wrong("profile", "trace", trace, "a Path was needed.", kind=True)
+        check_kind("profile", "trace", trace, Path, "a Path was needed.")
         check_writable(trace)
     tell = tick or ignored
     tell("warming up", 0.0)

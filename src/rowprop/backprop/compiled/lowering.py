@@ -51,10 +51,7 @@ def backend(graph: Any, inputs: Sequence[Any], *, options: dict[str, Any] | None
     """
     kernels = (options or {}).get("kernels", "inductor")
     if set(options or {}) - {"kernels"} or kernels not in ("inductor", "eager"):
-        raise InvalidInput(
-            f"options={options!r} was given but the rowprop backend needs nothing, or {{'kernels': 'inductor'}} or "
-            "{'kernels': 'eager'}."
-        )
+        raise InvalidInput(f"options={options!r} came but kernels='inductor' or kernels='eager' was needed.")
     import torch._functorch.config as functorch_config
     from torch._guards import TracingContext
 
