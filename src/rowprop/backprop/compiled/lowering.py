@@ -51,7 +51,7 @@ def backend(graph: Any, inputs: Sequence[Any], *, options: dict[str, Any] | None
     """
     kernels = (options or {}).get("kernels", "inductor")
     if set(options or {}) - {"kernels"} or kernels not in ("inductor", "eager"):
-        raise InvalidInput(f"options={options!r} came but kernels='inductor' or kernels='eager' was needed.")
+        raise InvalidInput(f"options={options!r} came but none or {{'kernels': 'inductor'}} or 'eager' was needed.")
     import torch._functorch.config as functorch_config
     from torch._guards import TracingContext
 
