@@ -7,13 +7,12 @@ import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
@@ -598,21 +597,6 @@ def test_ops_without_a_formula_are_those_of_the_backward():
     assert before == {} and forward.uncounted and report.uncounted == backward.uncounted
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_ops_are_looked_at_in_the_backward_alone_and_once(reentrant: bool):
-    # Red when: the forward, or the update, runs under a mode, too; a backward inside of another counts twice.
-    model = Decoder(packed=True)
-    model.through = lambda *given: checkpoint(*given, use_reentrant=reentrant)
-    _, flops = gradient(model, lambda: of_tokens(model))
-    run = cast(Any, torch.autograd)._engine_run_backward
-    with rowprop.find_zeros(model) as report:
-        loss = of_tokens(model)
-        assert not _get_current_dispatch_mode_stack()
-        loss.backward()
-    assert report.backward_flops == flops
-    assert cast(Any, torch.autograd)._engine_run_backward is run
-
-
 def test_nodes_of_a_backward_that_is_done_are_let_go():
     # Red when: the block holds the graphs of all of its steps.
     held = list[weakref.ref[Any]]()
@@ -634,7 +618,7 @@ def test_without_zeros_it_says_so():
     assert found(light, lambda: light(given)[:3].sum()).places == []
     report = found(model, lambda: model(X).square().mean())
     assert str(report) == "No zeros that are worth skipping in the gradients of 1 backwards."
-    with pytest.raises(rowprop.InvalidInput, match="find_zeros got a model of type list but"), rowprop.find_zeros([]):
+    with pytest.raises(rowprop.InvalidInput, match=r"find_zeros got model=\[\], a list, but"), rowprop.find_zeros([]):
         pass
     rowprop.skip_zeros(model)
     assert found(model, lambda: of_first(model(X))).places == []  # what is skipped already is not found again

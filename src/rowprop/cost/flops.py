@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import prod
@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry  # pyright: ignore[reportUnknownVariableType]
 
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.cost.where import current_node
 
 # Called after an op: with its name without ``aten``, its FLOPs, the op, its inputs and what it returned. The FLOPs are
 # one number for each output of an op that makes several gradients, else one for all; None where no formula is known.
@@ -80,36 +79,14 @@ def count_flops() -> Generator[Flops, None, None]:
 @contextmanager
 def counting(ran: Ran) -> Generator[None]:
     """Call ``ran`` after every op of the block; compiled models run uncompiled in the block."""
-    with _uncompiled(), _Counter(ran):
-        yield
-
-
-@contextmanager
-def counting_backwards(ran: Ran) -> Generator[None]:
-    """Call ``ran`` after every op of the block's backwards; no other op is slowed down."""
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward  # all of torch's ways into a backward lead here
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        # A backward inside another, as of a reentrant checkpoint, is counted by that one.
-        with _Counter(ran) if current_node() is None else nullcontext():
-            return run(*args, **kwargs)
-
-    with _uncompiled():
-        autograd._engine_run_backward = counted
-        try:
-            yield
-        finally:
-            autograd._engine_run_backward = run
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
     dynamo: Any = sys.modules.get("torch._dynamo")
     try:
         # Under a mode Dynamo gives a frame up for good. One that it was told to leave alone runs compiled again later.
-        return nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
+        uncompiled = nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
     except RuntimeError:  # this very code runs inside a compiled function, after a graph break
-        return nullcontext()
+        uncompiled = nullcontext()
+    with uncompiled, _Counter(ran):
+        yield
 
 
 class _Counter(TorchDispatchMode):
