@@ -31,13 +31,14 @@ from rowprop.backprop.hooks import Handle
 from rowprop.checks import is_number, takes
 from rowprop.cost.count import count_step
 from rowprop.cost.profile import profile
+from rowprop.selection.base import OfScores
 from rowprop.step import Record
 
 torch.manual_seed(0)
 Law = Callable[[Any], Any]
 BATCH = torch.randn(N, 3), torch.randint(4, (N,))
 SCORES, IDS, ROWS = torch.rand(N) + 0.1, torch.arange(N), torch.tensor([0, 2, 5])
-MODEL, BLOCKS = users.Net(3, 4), nn.Sequential(*(users.Net(features, 4) for features in (3, 4, 4)))
+MODEL = users.Net(3, 4)
 RAMP, FLOATS = schedule.Ramp(1.0, 0.5), (torch.float16, torch.float32, torch.float64)
 HISTORY, MEMORY = history.LossHistory(N), selection.PercentileSampling(floor=0.5)
 HISTORY.update(IDS, SCORES, ROWS)
@@ -45,8 +46,12 @@ SAMPLER = history.PruningSampler(HISTORY, num_rows=N, epochs=4, prune=0.0)
 CONTEXT = selection.Context(0.5, IDS, IDS % 3, torch.Generator().manual_seed(0), HISTORY)
 
 
+def blocks() -> nn.Module:
+    return nn.Sequential(*(users.Net(features, 4) for features in (3, 4, 4)))
+
+
 def thinning() -> rowprop.thinning.Thinning:
-    thick = copy.deepcopy(BLOCKS)
+    thick = blocks()  # of other weights each time, so that a state that is loaded is another one
     handle = rowprop.thin(thick, generator=torch.Generator().manual_seed(0))
     losses_fn(thick, BATCH).mean().backward()
     return handle
@@ -64,6 +69,8 @@ def use(result: Any, of: Any = None) -> Any:
             assert is_number(result), "the number"
         case Iterator():
             assert all(0 <= row < N for row in [next(result), *result]), "the rows of an epoch"
+        case rowprop.Selection() if result.rows.is_meta:
+            rowprop.pick(SCORES, result)
         case rowprop.Selection(rows=kept, weights=weights):  # has to be sound, even of bad input
             rows, losses = kept.tolist(), torch.rand(min(result.num_rows, 999), requires_grad=True)
             assert rows == sorted(set(rows)) and all(0 <= row < result.num_rows for row in rows), "the rows"
@@ -89,10 +96,11 @@ def use(result: Any, of: Any = None) -> Any:
         case AbstractContextManager():
             with result:
                 use(losses_fn(MODEL if of is None else of, BATCH)[ROWS].mean())
+        case OfScores():
+            use(rowprop.SelectiveBackprop(MODEL, losses_fn, result))
         case _:  # an object is used by its methods
             for method in methods(type(result)) * 2:
-                usual = doors()[0]["TopK.__call__"] if method == "__call__" else None
-                door = doors()[0].get(f"{type(result).__name__}.{method}", usual)
+                door = doors()[0].get(f"{type(result).__name__}.{method}")
                 if door and "state" not in method and "getitem" not in method:
                     use(getattr(result, method)(**{name: each.valid() for name, each in door.arguments.items()}))
             if hasattr(result, "load_state_dict"):
@@ -200,7 +208,7 @@ CALLS: dict[str, tuple[Any, ...]] = by_name(
 PARTS = dict.fromkeys("scorer schedule history total_steps accumulate_to min_rows".split())
 TOKENS = {**PARTS, "unit": "token", "losses_fn": users.token_losses}
 TOKENS |= {"laws": {"losses_fn": lambda function: plain(losses=function, dims=3)}}
-TABLE = {"rows": whole(least=0, most=N - 1), "num_rows": within("[6,1000000]", whole=True)}
+TABLE = {"rows": whole(least=0, most=N - 1), "num_rows": within("[0,1000000]", whole=True)}
 HANDED_ON = {"function": lambda function: takes(function, 2), "batch": lambda given: True, "model": lambda given: True}
 FRACTIONS = {"keep": lambda keep: all(map(within("(0,1)"), keep if isinstance(keep, list) else [keep]))}
 ENTRIES: dict[str, dict[str, Any]] = by_name({
@@ -243,7 +251,7 @@ ENTRIES: dict[str, dict[str, Any]] = by_name({
     "per_row_mean": {"mask": torch.ones(N, 4)},
     "num_rows": {"laws": {"batch": lambda given: True}},
     "take": {"laws": {"batch": lambda given: True, **TABLE}},
-    "thin": {"laws": {"model": lambda model: isinstance(model, nn.Sequential)}, "model": BLOCKS, "keep": None},
+    "thin": {"laws": {"model": lambda model: isinstance(model, nn.Sequential)}, "model": blocks(), "keep": None},
 }  # fmt: skip
 # What the step checks where a losses function gives it; for the library's own use; protocols; made by the library.
 UNTRIED = """Scored map_tensors tensors keep_at kept_losses share Selector KnownKeep Stateful Engine ThinRecord Plan
