@@ -55,7 +55,8 @@ def judge(name: str, model: nn.Module, batch: Batch, rounds: int) -> list[Judged
     plan = rowprop.plan(model, batch, row_losses, keep=KEEPS, optimizer=None, batchnorm="rows", rounds=rounds)
     ways = {(way.engine, way.keep): Variant(way.engine, way.keep) for way in plan.ways}
     full = Variant()
-    timings = measure_step(model, batch, row_losses, [full, *ways.values()], rounds=rounds)
+    variants = [full, *ways.values()]
+    timings = measure_step(model, batch, row_losses, variants, rounds=rounds, batchnorm="rows")
     measured = {key: timings[way].spread(*STEP).median for key, way in ways.items()}
     full_s = timings[full].spread(*STEP).median
     judged: list[Judged] = []

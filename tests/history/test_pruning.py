@@ -437,13 +437,13 @@ def test_the_examples_of_the_docs_run(capsys):
     exec("".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)), {})
     pruned = [int(count) for count in re.findall(r"epoch \d: (\d+) of 600 rows left out", capsys.readouterr().out)]
     assert len(pruned) == 8 and pruned[0] == pruned[7] == 0
-    assert all(100 < count < 200 for count in pruned[1:7])  # three rows in four come, as the page says
+    assert all(100 < count < 200 for count in pruned[1:7])  # three rows in four come
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"history": None}, "PruningSampler got a NoneType as history but a LossHistory was needed"),
+        ({"history": None}, "PruningSampler got history=None, a NoneType, but a LossHistory was needed"),
         ({"num_rows": 0}, "PruningSampler got num_rows=0 but a whole number, 1 or more"),
         ({"epochs": 2.5}, "PruningSampler got epochs=2.5 but a whole number, 1 or more"),
         ({"epochs": 10**400}, "PruningSampler got epochs=1000.* but a whole number below 2..63 was needed"),

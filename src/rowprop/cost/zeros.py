@@ -16,9 +16,9 @@ from rowprop.backprop.backward import Backward, running
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.zeros import MOST, live_entries
 from rowprop.batch import tensors
+from rowprop.checks import check_kind
 from rowprop.cost.flops import counting
 from rowprop.cost.where import Modules, current_node
-from rowprop.errors import InvalidInput
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ZeroPlace:
     zero_tokens: float | None
     saves: float
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         share, what = (self.zero_rows, "rows") if self.zero_tokens is None else (self.zero_tokens, "tokens")
         return f"{share:.0%} of the {what} at {self.module} have no gradient; skip_zeros there saves {self.saves:.0%}"
 
@@ -61,7 +61,7 @@ class ZeroReport:
     backward_flops: int = 0
     uncounted: dict[str, int] = field(default_factory=dict[str, int])
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self.places:
             return f"No zeros that are worth skipping in the gradients of {self.backwards} backwards."
         return f"{self.places[0]} of the backward's FLOPs."
@@ -84,8 +84,9 @@ def find_zeros(model: nn.Module) -> Generator[ZeroReport]:
     is live at no others, as before the first attention, else at all tokens of the rows that have a live one.
 
     Cost:
-        Reads each module's gradient, and Python runs at every op: .02 to .05 of a step of a transformer of width 256.
-        A compiled model runs uncompiled in the block.
+        Reads each module's gradient, and Python runs at every op: on 2,048 tokens .02 of a step of a
+        GPT of width 768, .05 of one of width 256, and more of a shorter step. A compiled model runs uncompiled in the
+        block.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
@@ -94,8 +95,7 @@ def find_zeros(model: nn.Module) -> Generator[ZeroReport]:
         >>> print(report)
         70% of the rows at 1 have no gradient; skip_zeros there saves 70% of the backward's FLOPs.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"find_zeros got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
+    check_kind("find_zeros", "model", model, nn.Module, "a torch.nn.Module was needed.")
     seen, report = _Seen(model), ZeroReport()
     with ExitStack() as stack:
         for path, module in cast(Any, model).named_modules():
