@@ -1,14 +1,17 @@
-"""Bad values for the hostile trial, drawn by Hypothesis: of every kind, and one step away from a valid value."""
+"""A user's own code for the hostile trial, and bad values, some listed and some drawn by Hypothesis.
+
+They are of every kind, and near a valid value. An error that is raised in this file is the user's own.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,81 +24,57 @@ import rowprop
 
 N = 8  # rows of the valid batch
 Made = Callable[[], Any]
+Named = tuple[str, Made]  # a value in words, and what makes it
 Step = Callable[[Any], Any]
-Outcome = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Slot:
-    """An argument of a door: values that have a name, how one is tried, and how many more are drawn from a strategy."""
-
-    door: str
-    argument: str
-    named: list[Any]
-    attempt: Callable[..., Outcome]
-    free: Any = None
-    drawn: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"{self.door} {self.argument}"
-
-
-class Injected(Exception):
-    """The error of a user's own code; it has to come out unchanged."""
-
-
-def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's function whose own failures are told from the library's."""
-
-    @functools.wraps(function)
-    def call(*given: Any, **named: Any) -> Any:
-        try:
-            return function(*given, **named)
-        except Exception as error:
-            raise Injected(str(error)) from error
-
-    return call
-
-
-class Net(nn.Module):
+class Net(nn.Linear):
     """A user's model."""
 
-    def __init__(self, features: int = 3) -> None:
-        super().__init__()
-        self.layer = nn.Linear(features, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return guarded(self.layer)(inputs)
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
 
 
-@guarded
 def losses_fn(model: Any, batch: Any) -> Tensor:
     inputs, targets = batch
     return F.cross_entropy(model(inputs), targets, reduction="none")
 
 
-@dataclass
-class Returns:
-    """A user's function: what it returns, and for how many arguments; -1 is any number of them."""
-
-    result: Any
-    arguments: int = -1
-
-    def __post_init__(self) -> None:
-        kind = inspect.Parameter.VAR_POSITIONAL if self.arguments < 0 else inspect.Parameter.POSITIONAL_ONLY
-        self.__signature__ = inspect.Signature([inspect.Parameter(f"a{i}", kind) for i in range(abs(self.arguments))])
-
-    def __call__(self, *given: Any) -> Any:
-        self.__signature__.bind(*given)
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
+def token_losses(model: Any, batch: Any) -> Tensor:
+    return losses_fn(model, batch)[:, None] * torch.linspace(0.5, 2, 4)
 
 
-def after(function: Callable[..., Any], step: Step) -> Callable[..., Any]:
-    """A user's function whose result has taken a step."""
-    return functools.wraps(function)(lambda *given: guarded(step)(function(*given)))
+def losses_and_entropies(model: Any, batch: Any) -> rowprop.Scored:
+    return rowprop.Scored(token_losses(model, batch), torch.rand(N, 4))
+
+
+def brightness(model: Any, batch: Any) -> Tensor:
+    return batch[0].flatten(1).float().mean(1)
+
+
+def half_of(scores: Tensor) -> rowprop.Selection:
+    return rowprop.TopK(0.5)(scores)
+
+
+def returns(result: Any, arguments: int | None = None) -> Callable[..., Any]:
+    """A user's function: what it returns, and for how many arguments; None is any number of them."""
+
+    def answer(*_: Any) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    fixed = {0: lambda: result, 1: lambda a: result, 3: lambda a, b, c: result, 6: lambda a, b, c, d, e, f: result}
+    function = answer if arguments is None else fixed[arguments]
+    function.__qualname__ = f"returns {said(result)} for {arguments}"
+    return function
+
+
+def fits(law: Callable[[Any], Any], value: Any) -> bool:
+    try:
+        return bool(law(value))
+    except (Exception, SystemExit):  # a value of another kind
+        return False
 
 
 def said(value: object) -> str:
@@ -106,6 +85,10 @@ def said(value: object) -> str:
     return re.sub(r" at 0x\w+|\s+", " ", f"{type(value).__name__} {value!r}")[:90]
 
 
+def made(value: Any) -> Named:
+    return said(value), partial(copy.deepcopy, value)
+
+
 # --- values of every kind ---------------------------------------------------------------------------------------------
 
 DTYPES = [getattr(torch, name) for name in "float32 float16 float64 int64 int32 uint8 bool complex64".split()]
@@ -114,28 +97,19 @@ EVERY_KIND = [
     *INSIDE, *(torch.ones(5, dtype=dtype) for dtype in DTYPES), torch.arange(5), torch.rand(5, requires_grad=True),
     torch.full((5,), torch.nan), torch.empty(5, device="meta"), torch.ones(5).to_sparse(), torch.tensor(0.5),
     torch.empty(0), torch.rand(5, 2), 0, 1, 3, -0.5, 0.5, 1.0, torch.inf, -torch.inf, 10**30, 1e300, 1j, "", "[/foo]",
-    b"a", [0.5], (), {1}, rowprop.TopK, Net(), range(3), random.Random(0), np.ones(5), np.random.default_rng(0),
-    Returns(1, 0), Returns(1, 6), *map(Returns, (Injected("own"), None, "a", torch.nan, (1, 2, 3), torch.rand(5))),
+    b"a", [0.5], (), {1}, rowprop.TopK, Net(3, 4), range(3), random.Random(0), np.ones(5),
+    np.random.default_rng(0), returns(1, 0), returns(1, 6),
+    *map(returns, (ValueError("own"), None, "a", torch.nan, (1, 2, 3), torch.rand(5))),
 ]  # fmt: skip
-
-
-def made(value: Any) -> tuple[str, Made]:
-    return said(value), functools.partial(copy.deepcopy, value)
-
-
-numbers = st.floats() | st.integers(-1000, 1000) | st.integers(2**62, 2**70) | st.complex_numbers()
-tensors = st.builds(
-    lambda number, dtype, shape: torch.full(shape, number).to(dtype),
-    *(st.floats(width=32), st.sampled_from(DTYPES), st.lists(st.integers(0, N + 1), max_size=3)),
-)
-lists = st.lists(numbers | st.none(), max_size=N)
-FREE = st.one_of(numbers, st.text(max_size=20), tensors, lists, st.builds(Returns, numbers)).map(made)
+NUMBERS = st.floats() | st.integers(-1000, 1000) | st.integers(2**62, 2**70) | st.complex_numbers()
+SHAPES = st.lists(st.integers(0, N + 1), max_size=3)
+TENSORS = st.builds(torch.full, SHAPES, st.floats(width=32)), st.sampled_from(DTYPES)
+FREE = st.one_of(
+    *(NUMBERS, st.text(max_size=20), st.builds(Tensor.to, *TENSORS)),
+    *(st.lists(NUMBERS | st.none(), max_size=N), st.builds(returns, NUMBERS)),
+).map(made)
 
 # --- one step away from a valid value ---------------------------------------------------------------------------------
-
-
-def _first(tensor: Tensor, number: float) -> Tensor:
-    return tensor.detach().clone().index_fill_(0, torch.tensor([0]), number)
 
 
 def hooked(module: nn.Module, step: Step) -> nn.Module:
@@ -143,6 +117,8 @@ def hooked(module: nn.Module, step: Step) -> nn.Module:
     return module
 
 
+FIRST = torch.tensor([0])
+SEQUENCE: dict[str, Step] = {"one short": lambda v: v[:-1], "twice": lambda v: v * 2, "alone": lambda v: v[0]}
 STEPS: dict[type, dict[str, Step]] = {
     Tensor: {
         "on meta": lambda t: t.to("meta"), "sparse": lambda t: t.detach().to_sparse(), "one short": lambda t: t[:-1],
@@ -154,72 +130,74 @@ STEPS: dict[type, dict[str, Step]] = {
         "detached": lambda t: t.detach(), "with a graph": lambda t: t.detach().clone().requires_grad_(),
         "a list": lambda t: t.tolist(), "in a list": lambda t: [t], "in a dict": lambda t: {"loss": t},
         "twice": lambda t: (t, t), "an array": lambda t: t.detach().numpy(),
-        **{f"{number} in it": functools.partial(_first, number=number) for number in (torch.nan, torch.inf, -1, N, 99)},
-        **{f"all {number}": functools.partial(torch.full_like, fill_value=number) for number in (torch.nan, -1, 0, 99)},
+        **{f"{n} in it": lambda t, n=n: t.index_fill(0, FIRST, n).detach() for n in (torch.nan, torch.inf, -1, N, 99)},
+        **{f"all {number}": partial(torch.full_like, fill_value=number) for number in (torch.nan, -1, 0, 99)},
         **{str(dtype): lambda t, dtype=dtype: t.to(dtype) for dtype in DTYPES},
     },
     nn.Module: {
         "frozen": lambda module: module.requires_grad_(False), "on meta": lambda module: module.to("meta"),
         "half": lambda module: module.half(), "empty": lambda module: nn.Sequential(),
-        "another": lambda module: nn.Linear(3, 4), "without parameters": lambda module: nn.Identity(),
+        "without parameters": lambda module: nn.Identity(),
         "nan weights": lambda module: [nn.init.constant_(p, torch.nan) for p in module.parameters()] and module,
-        "forward raises": functools.partial(hooked, step=guarded(lambda out: out.nothing)),
-        **{f"forward gives {one}": functools.partial(hooked, step=Returns(one)) for one in (None, "a", torch.ones(()))},
+        "forward raises": partial(hooked, step=lambda out: out.nothing),
+        **{f"forward gives {one}": partial(hooked, step=returns(one)) for one in (None, "a", torch.ones(()))},
     },
     Mapping: {"another entry": lambda v: {**v, "another": 1}},
-    list: {"one short": lambda v: v[:-1], "twice": lambda v: v * 2, "alone": lambda v: v[0]},
-    tuple: {"one short": lambda v: v[:-1], "twice": lambda v: v * 2, "alone": lambda v: v[0]},
+    list: SEQUENCE, tuple: SEQUENCE,
     str: {"upper case": str.upper, "cut": lambda v: v[:-1], "in a list": lambda v: [v]},
 }  # fmt: skip
 
 
-def _put(value: Any, key: Any, part: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {**value, key: part}
+def parts_of(value: Any) -> dict[Any, Any]:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    short = isinstance(value, (list, tuple)) and len(value) < 4
+    return dict(value if isinstance(value, Mapping) else enumerate(value) if short else ())
+
+
+def rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     if is_dataclass(value):
-        return replace(value, **{key: part})  # pyright: ignore
-    return type(value)([*value[:key], part, *value[key + 1 :]])
+        return replace(value, **parts)  # pyright: ignore
+    return parts if isinstance(value, Mapping) else type(value)(parts.values())
 
 
-def steps(value: Any, call: tuple[Any, ...] | None = None) -> Iterator[tuple[str, Step]]:
-    """Every step away from a value, and of each of its parts; of a function's result, if it is known how to call it."""
-    if call is not None:
-        yield from ((f"for {n} arguments", lambda f, n=n: Returns(f(*call), n)) for n in (0, 1, 3))
-        scores = {f"and scores {said(each)}": lambda r, each=each: rowprop.Scored(r, each) for each in INSIDE}
-        for name, step in (*scores.items(), *inner(value(*call))):
-            if possible(lambda step=step: step(value(*call))):
-                yield f"its result {name}", lambda f, step=step: after(f, step)
-        return
-    for kind, changes in STEPS.items():
-        yield from changes.items() if isinstance(value, kind) else ()
-    parts: dict[Any, Any] = {}
-    if isinstance(value, Mapping):
-        parts = dict(value)
-        yield from ((f"without {key}", lambda v, key=key: {k: v[k] for k in v if k != key}) for key in value)
-    elif isinstance(value, (list, tuple)) and len(value) < 4:
-        parts = dict(enumerate(value))
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = {each.name: getattr(value, each.name) for each in fields(value)}
-    for key, part in parts.items():
-        for name, step in inner(part):
-            yield f"{key}: {name}", lambda v, key=key, part=part, step=step: _put(v, key, step(copy.deepcopy(part)))
+def near(value: Any) -> Iterator[tuple[str, Step]]:
+    """Every step away from a value; of its parts one is left out, is another thing, or a step away from it."""
+    for kind, steps in STEPS.items():
+        yield from steps.items() if isinstance(value, kind) else ()
+    for place, part in parts_of(value).items():
+        if isinstance(value, Mapping):
+            yield f"without {place}", lambda v, place=place: {key: v[key] for key in v if key != place}
+        for name, step in other(part):
+            new = lambda step=step, part=part: step(copy.deepcopy(part))  # noqa: E731
+            yield f"{place}: {name}", lambda v, place=place, new=new: rebuilt(v, parts_of(v) | {place: new()})
 
 
-def inner(value: Any) -> Iterator[tuple[str, Step]]:
-    """Something else in the place of a part, and the steps of the part."""
+def other(value: Any) -> Iterator[tuple[str, Step]]:
+    """Something else in the place of a value, and every step away from it."""
     yield from ((said(each), lambda v, each=each: copy.deepcopy(each)) for each in INSIDE)
-    yield from steps(value)
+    yield from near(value)
 
 
-def bad(valid: Made, call: tuple[Any, ...] | None = None) -> list[tuple[str, Made]]:
-    """Every bad value beside a valid one that has a name, with its maker; :data:`FREE` draws more."""
-    near = [(name, lambda step=step: step(valid())) for name, step in steps(valid(), call)]
-    return [made(value) for value in EVERY_KIND] + [(name, make) for name, make in near if possible(make)]
+def bad(valid: Made, call: tuple[Any, ...] | None = None) -> list[Named]:
+    """Every bad value beside a valid one that has a name; near a function, if it is known how to call it, its results.
+
+    :data:`FREE` draws more. PyTorch refuses some steps, and so does the library where a part is checked.
+    """
+    found = list(map(made, EVERY_KIND))
+    if call is None:
+        steps = [(name, lambda step=step: step(valid())) for name, step in near(valid())]
+        return found + [(name, make) for name, make in steps if fits(lambda _, make=make: make() is not make, None)]
+    found += [(f"for {n} arguments", lambda n=n: returns(valid()(*call), n)) for n in (0, 1, 3)]
+    scores = [(f"and scores {said(each)}", lambda r, each=each: rowprop.Scored(r, each)) for each in INSIDE]
+    for name, step in (*scores, *other(valid()(*call))):
+        made_so = partial(after, valid, step)
+        if fits(lambda _, made_so=made_so: made_so()(*call) is not call, None):
+            found.append((f"its result {name}", made_so))
+    return found
 
 
-def possible(make: Made) -> bool:
-    """Whether a value can be made: PyTorch refuses some steps, and so does the library where a part is checked."""
-    try:
-        return make() is not make
-    except Exception:
-        return False
+def after(valid: Made, step: Step) -> Callable[..., Any]:
+    """A user's function whose result has taken a step."""
+    function = valid()
+    return functools.wraps(function)(lambda *given: step(function(*given)))

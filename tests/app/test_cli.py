@@ -400,6 +400,13 @@ def test_a_full_disk_behind_stdout_is_one_sentence(tmp_path: Path):
     assert (found.returncode, found.stderr.splitlines()[-1]) == (2, said)
 
 
+def test_without_a_stderr_the_result_is_shown():
+    # Red: progress written without a look whether there is a stderr: AttributeError, and exit code 3.
+    line = '"$0" -m rowprop flops model_cases:complete --json 2>&-'
+    found = subprocess.run(["bash", "-c", line, sys.executable], capture_output=True, env=ENVIRONMENT, check=False)
+    assert found.returncode == 0 and json.loads(found.stdout)
+
+
 def test_a_stdout_that_is_closed_is_one_sentence_and_one_that_nobody_reads_none(monkeypatch, capfd):
     # Red: `sys.stdout is None` not looked at: AttributeError; BrokenPipeError as any other OSError (exit code 2, and a
     # sentence after every `| head -1`).
