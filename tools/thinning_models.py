@@ -292,7 +292,7 @@ def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> Tensor:
 
 
 def resumed(
-    model: nn.Module, step: Callable[[int], object], tau: float, at: int = 23, more: int = 20
+    model: nn.Module, step: Callable[[int], object], tau: float, at: int = 23, more: int = 20, unit: Any = "row"
 ) -> rowprop.thinning.Thinning:
     """Train, save after some steps, and train more; then do the latter again, and expect the same bit for bit.
 
@@ -308,7 +308,7 @@ def resumed(
             records.append(handle.record)
         return records
 
-    handle = rowprop.thin(model, tau=tau)
+    handle = rowprop.thin(model, tau=tau, unit=unit)
     train(handle, range(at))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "thinning": handle.state_dict()}, file)
@@ -319,7 +319,7 @@ def resumed(
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     model.load_state_dict(saved["model"])
-    again = rowprop.thin(model, tau=tau)
+    again = rowprop.thin(model, tau=tau, unit=unit)
     again.load_state_dict(saved["thinning"])
     assert (again.record.passes, again.record.reason) == (told.passes, told.reason)
     pairs = zip(train(again, range(at, at + more)), records, strict=True)
