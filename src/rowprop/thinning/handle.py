@@ -230,11 +230,11 @@ class Thinning(Handle):
             raise InvalidInput(f"{OWNER} got a state of another version of rowprop but {needed}")
         check_vector(OWNER, "generator", state["generator"], torch.uint8, self._generator.get_state().numel())
         other = "this handle has the other one; call thin as it was called when the state was saved."
+        if state["unit"] != self._control.unit:
+            raise InvalidInput(f"{OWNER} got a state of unit={shown(state['unit'])} but {other}")
         if (state["pairs"] is None) is not (self._pairs is None):
             way = "keep" if state["pairs"] is None else "tau"
             raise InvalidInput(f"{OWNER} got a state that {way}= has made but {other}")
-        if state["unit"] != self._control.unit:
-            raise InvalidInput(f"{OWNER} got a state of unit={shown(state['unit'])} but {other}")
         control, worth = self._control.restored(state["control"]), self._worth.restored(state["worth"])
         pairs = None if self._pairs is None else self._pairs.restored(state["pairs"])
         for place in control.shares:
