@@ -119,18 +119,6 @@ def layer_rows(name: str, rows: int, counted: StepFlops) -> list[list[object]]:
     return lines
 
 
-def strict(rows: int, inputs: int = 128, outputs: int = 128) -> tuple[float, float]:
-    """A later linear layer without a bias, when additions are counted one fewer than products: two shares of 2 N i o.
-
-    Returns:
-        Backward over forward with 2k - 1 FLOPs for a sum of k products, and the weights' gradient over the forward.
-    """
-    forward = rows * outputs * (2 * inputs - 1)
-    to_input = rows * inputs * (2 * outputs - 1)
-    to_weight = inputs * outputs * (2 * rows - 1)
-    return (to_input + to_weight) / forward, to_weight / forward
-
-
 def total(counted: StepFlops) -> int:
     """Forward and backward."""
     return counted.forward_flops + counted.backward_flops
@@ -199,7 +187,6 @@ def page(found: dict[str, Any]) -> str:
     one_net, conv_net = counts["OneNet"], counts["ConvNet"]
     conv_first = conv_net[1].modules[0].forward_flops / conv_net[1].forward_flops
     update = {name: c[1].update_flops / c[1].forward_flops for name, c in counts.items()}
-    adam = found["optimizers"]["adam"]
     shallow, deepest = depth[True][0], depth[True][100]
     smallest, largest = (found["resnets"][d][1].ratio for d in (18, 152))
     text = f"""# Backward-forward FLOP ratio: how many FLOPs does a backward take?
@@ -208,11 +195,11 @@ def page(found: dict[str, Any]) -> str:
 ResNets. The optimizer's update shows at small batches alone.**
 
 [What's the backward-forward FLOP ratio](https://epochai.org/blog/backward-forward-FLOP-ratio) (Hobbhahn and Sevilla)
-answers "between 1:1 and 3:1, most often close to 2:1", from a profiler that, as the authors say, counts some ops twice
-and others not at all. Here each claim is counted from the ops that really run ([how](flops.md)); `nox -s flop-ratio`
-writes this page, and first checks that each count of its four networks equals the closed formula, to the last FLOP.
-1 multiply-add = 2 FLOPs; products and convolutions alone are counted, unless a table says otherwise. "With update" adds
-plain SGD's 2 FLOPs per parameter to the backward, as the original does.
+answers "between 1:1 and 3:1, most often close to 2:1", from a profiler that counts some ops twice and others not at
+all. Here each claim is counted from the ops that really run ([how](flops.md)); `nox -s flop-ratio` writes this page,
+and first checks that each count of its four networks equals the closed formula, to the last FLOP. 1 multiply-add is
+2 FLOPs; products and convolutions alone are counted, unless a table says otherwise. "With update" adds plain
+SGD's 2 FLOPs per parameter to the backward, as the original does.
 
 ## The first layer 1:1, later layers 2:1
 
@@ -220,25 +207,22 @@ plain SGD's 2 FLOPs per parameter to the backward, as the original does.
 
 {layers}
 
-The first layer has no input gradient because the batch needs none. Where the batch needs one (adversarial training, an
-input that is another network's output) the first layer is 2:1 as well. A first layer that is a lookup costs no product:
-in the GPT of `benchmarks/bench_step.py` every product has a ratio of 2 or more, together {gpt.ratio:.3f}: fused
-attention computes its scores again in the backward, 5 products for 2 in the forward.
+The first layer has no input gradient, unless the batch needs one (adversarial training). A first layer that is a
+lookup costs no product: the GPT of `benchmarks/bench_step.py` has {gpt.ratio:.3f}, because fused attention computes its
+scores again in the backward, 5 products for 2 in the forward.
 
 ## ReLU and loss do not count
 
 **Confirmed.** With every addition, comparison and exponential counted, forward and backward at batch 64, elementwise
 work is {min(shares.values()):.3f} to {max(shares.values()):.3f} % of all. The most is ResNet-50's, for its BatchNorm:
 the ratio there is {ratio_of_all(all_of_it["ResNet-50"], found["light"]["ResNet-50"]):.4f} instead of
-{all_of_it["ResNet-50"].ratio:.4f}. The *time* of elementwise work is another matter: it moves as many bytes as a
-convolution's activations have.
+{all_of_it["ResNet-50"].ratio:.4f}. Its *time* is another matter.
 
 ## Linear layers update as much as they compute, convolutions do not
 
-**Confirmed at batch 1 of linear layers, and nowhere else.** The update's share of the forward is 1 / N there, where
-each weight is used once per row, and 1 / (N x places) in a convolution. At batch 1 it is {update["LinearNet"]:.5f} in
-LinearNet and {update["ConvNet"]:.5f} in ConvNet. DeeperConvNet applies one convolution 100 times, which acts as more
-places do: {update["DeeperConvNet"]:.5f}.
+**Confirmed at batch 1 of linear layers, and nowhere else.** The update's share of the forward is 1 / N there, and
+1 / (N x places) in a convolution. At batch 1 it is {update["LinearNet"]:.5f} in LinearNet, {update["ConvNet"]:.5f} in
+ConvNet and {update["DeeperConvNet"]:.5f} in DeeperConvNet, which applies one convolution 100 times.
 
 ## Batch size
 
@@ -260,11 +244,6 @@ and cost no product in the forward. With [other optimizers](#other-optimizers) n
 **Confirmed:** from {shallow.ratio:.4f} with no middle layer to {deepest.ratio:.4f} with 100. The ratio is
 `2 - first / forward`, where `first` is the first layer's forward.
 
-The original shares one convolution among all middle layers, which hides the cost of the update: with weights of their
-own, the update grows with depth, as the compute does. With it, 100 layers have
-{deepest.ratio_with_update:.4f} at batch 1 as one shared layer and {depth[False][100].ratio_with_update:.4f} as layers
-of their own.
-
 ## The ResNet family
 
 The original sees ratios away from 2 and suspects its profiler. **Settled:** they are below 2 by exactly the first
@@ -274,42 +253,26 @@ layer's share, whatever the batch:
 
 ## Other optimizers
 
-**Confirmed in kind, corrected in number.** Adam takes 14 FLOPs per parameter and not 18: 1 - beta^t is the same number
-for all parameters and is computed once, so m-hat and v-hat take 1 FLOP each and not 3
-([the arithmetic](flops.md#the-update)), as a commenter found. Another is right that t is a power and no transpose.
+**Confirmed in kind, corrected in number.** Adam takes 14 FLOPs per parameter and not 18: 1 - beta^t is computed once
+for all parameters ([the arithmetic](flops.md#the-update)).
 
 {optimizers}
 
-At batch 1 Adam makes {adam[1].ratio_with_update:.1f}:1, far beyond 3.
-
 ## What the comments ask
 
-**"It should always be 3:1."** *Training step* to forward is 3:1, and backward to forward is 2:1. The first layer, the
-update and the recomputed scores of attention move the ratio.
-
-**"One FLOP per connection."** It is one multiply-add: 2 FLOPs here and in the original. Ratios do not depend on it,
-as long as the update is counted in the same coin.
+**"It should always be 3:1."** *Training step* to forward is 3:1, and backward to forward is 2:1.
 
 **Sparse networks and mixtures of experts.** Where each row goes through one of 8 experts, the ratio is
-{experts.ratio:.4f}, that of the layers which one row meets, router included. Sparsity changes the ratio where the
-backward makes use of *more* of it than the forward. Leaving out rows does: with `rowprop.pick`, ResNet-50 at batch 64
-takes {kept[0.5].ratio:.4f} with half of the rows kept and {kept[0.25].ratio:.4f} with a quarter.
-
-**"The outer product of two vectors needs no factor of two."** Right for one row. A sum of k products takes k - 1
-additions, and a weight's gradient is a sum over the batch: k = N. The factor of two stands for the additions that
-"accumulate the gradient of each example"; they do not come on top of it. With 2k - 1 for every sum, a later linear
-layer of 128 x 128 has a ratio of {strict(1)[0]:.4f} at batch 1, {strict(8)[0]:.4f} at 8 and {strict(64)[0]:.4f} at 64.
-
-**"A CNN filter takes (H' x W' x D) x (2 x K x K x C)."** Yes, and every count equals it (`closed_forms.convolution`).
-Padding counts as input, as by torch's own formula.
+{experts.ratio:.4f}, that of the layers which one row meets, router included. Leaving out rows of the backward changes
+it: with `rowprop.pick`, ResNet-50 at batch 64 takes {kept[0.5].ratio:.4f} with half of the rows kept
+and {kept[0.25].ratio:.4f} with a quarter.
 
 **"FLOPs mislead: automatic differentiation takes ten times the forward."** Not here: counted ratios, and those of the
 time on one CPU thread ([how](../benchmarks/results/2026-11-21-cpu-1-threads.md)):
 
 {times}
 
-A backward that takes far longer than its count says is a finding, not a law: a slow kernel, or an op split into
-thousands ([`rowprop profile`](profile.md) names it)."""
+A backward that takes far longer than its count says is a finding of [`rowprop profile`](profile.md)."""
     return "\n\n".join(map(filled, text.split("\n\n"))) + "\n"
 
 

@@ -56,18 +56,6 @@ def test_the_resnets_are_torchvisions(found: dict, depth: int):
     assert (round(counted.forward_flops / 2e9, 3), counted.num_parameters) == published[depth]
 
 
-def test_the_strict_count_by_brute_force():
-    # Every sum of k products written out: k multiplications, k - 1 additions.
-    rows, inputs, outputs = 3, 4, 5
-
-    def product(m: int, k: int, n: int) -> int:
-        return sum(k + (k - 1) for _ in range(m) for _ in range(n))
-
-    forward, to_input = product(rows, inputs, outputs), product(rows, outputs, inputs)
-    to_weight = product(inputs, rows, outputs)
-    assert flop_ratio.strict(rows, inputs, outputs) == ((to_input + to_weight) / forward, to_weight / forward)
-
-
 def test_one_page_needs_nothing_else(found: dict):
     page = flop_ratio.html(found)
     assert not re.search(r"<script|<(link|img)[^>]+(src|href)=(?!.data:)", page)

@@ -39,7 +39,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's own
 def test_the_code_of_a_page_runs_and_prints_what_it_says(name, capsys, monkeypatch):
-    # One block after another, in one namespace. Red with any name misspelt in a block, or 1.3 for 1.2 in flops.md.
+    # One block after another, in one namespace. Red with any name misspelt in a block, or 5 for 4 in compare.md.
     namespace = {"__name__": name}
     for variable, value in ALONE.items():
         monkeypatch.setenv(variable, value)

@@ -437,7 +437,7 @@ def test_the_examples_of_the_docs_run(capsys):
     exec("".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)), {})
     pruned = [int(count) for count in re.findall(r"epoch \d: (\d+) of 600 rows left out", capsys.readouterr().out)]
     assert len(pruned) == 8 and pruned[0] == pruned[7] == 0
-    assert all(100 < count < 200 for count in pruned[1:7])  # three rows in four come, as the page says
+    assert all(100 < count < 200 for count in pruned[1:7])  # three rows in four come
 
 
 @pytest.mark.parametrize(
