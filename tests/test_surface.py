@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 import rowprop
 from names import PAGE, first_line, integrations, names_of, namespaces, page
 from rowprop import errors
@@ -132,3 +134,41 @@ def test_version_is_the_changelogs_newest():
     newest = re.search(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert rowprop.__version__ == newest[1]
+    assert f"\nversion: {newest[1]}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_what_a_call_returns_shows_as_the_text_that_it_prints():
+    # Red when: one of them has a text of its own for print() and a dump of its fields for a notebook's last line.
+    model, batch = (
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+        torch.randn(16, 4),
+    )
+    losses_fn = lambda model, batch: model(batch).squeeze(1).square()  # noqa: E731
+    with rowprop.find_zeros(model) as zeros:
+        losses_fn(model, batch)[:4].sum().backward()
+    skipping = rowprop.skip_zeros(model)
+    with rowprop.watch() as report:
+        losses_fn(model, batch)[:4].sum().backward()
+    skipped = skipping.record
+    skipping.remove()
+    selective = rowprop.SelectiveBackprop(model, losses_fn, rowprop.TopK(0.25))
+    planned, verified = (
+        rowprop.plan(model, batch, losses_fn, keep=0.5, rounds=1),
+        rowprop.verify(model, batch, losses_fn),
+    )
+    counted = rowprop.cost.count.count_step(model, batch, losses_fn)
+    profiled = rowprop.cost.profile.profile(model, batch, losses_fn, rounds=1)
+    timed = rowprop.cost.timing.measure_step(model, batch, losses_fn, rounds=2, warmup=0)
+    shown = {
+        "Record(step 0: kept 4 of 16 rows": selective(batch)[1],
+        "densified: nothing": report,
+        "75% of the rows at 2 have no gradient; skip_zeros there saves 75%": zeros.places[0],
+        f"{zeros.places[0]} of the backward's FLOPs.": zeros,
+        "4 of 16 rows went on: the others are zero": skipped,
+        f"{planned.reason}\n{planned.certainty}": planned,
+        verified.verdict: verified,
+        f"backward over forward {counted.ratio:.3f}": counted,
+        f"The backward takes {profiled.measured_ratio:.2f} times the forward": profiled,
+        "ms; 2 rounds": next(iter(timed.values())),
+    }
+    assert [said for said, each in shown.items() if repr(each) != str(each) or said not in str(each)] == []

@@ -4,7 +4,7 @@ import typing as _typing
 
 from rowprop.lazy import on_first_use as _on_first_use
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if _typing.TYPE_CHECKING:
     from rowprop import batch as batch

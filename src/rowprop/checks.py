@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -21,9 +22,11 @@ def is_number(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value as a sentence can hold it."""
+    """A value as a sentence can hold it; of a tensor with dimensions the shape."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
+        if isinstance(value, Tensor) and value.dim() > 0:
+            text = f"<tensor of shape {tuple(value.shape)}, {value.dtype}>"
     except Exception:  # a user's object may fail in any way, and so do whole numbers of some thousand digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -52,10 +55,25 @@ def wrong(owner: str, name: str, value: object, needed: str, *, kind: bool = Fal
     return InvalidInput(f"{owner} got {name}={shown(value)}{a_kind} but {needed}")
 
 
-def check_number(owner: str, name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> None:
-    """Refuse a value that is no number, or none that ``fits``."""
+def check_kind(owner: str, name: str, value: object, kind: Any, needed: str) -> None:
+    """Refuse a value that is no instance of ``kind``, as ``isinstance`` takes it."""
+    if not isinstance(value, kind):
+        raise wrong(owner, name, value, needed, kind=True)
+
+
+def check_number(
+    owner: str, name: str, value: object, needed: str, fits: Callable[[float], bool] = lambda _: True
+) -> None:
+    """Refuse a value that is no finite number, or none that ``fits``."""
     if not is_number(value) or not fits(cast("float", value)):
-        raise wrong(owner, name, value, f"a fraction in {wanted} was needed.")
+        raise wrong(owner, name, value, needed)
+
+
+def check_within(owner: str, name: str, value: object, ends: str, remedy: str = "") -> None:
+    """Refuse a value that is no number between 0 and 1; ``ends``, such as ``"(0, 1]"``, says which of these fit."""
+    needed = f"a fraction in {ends} was needed{remedy}."
+    fitting = [0] * (ends[0] == "[") + [1] * (ends[-1] == "]")
+    check_number(owner, name, value, needed, lambda number: 0 < number < 1 or number in fitting)
 
 
 def check_whole(owner: str, name: str, value: object, least: int, needed: str | None = None) -> None:
@@ -75,8 +93,7 @@ def check_choice(owner: str, name: str, value: object, choices: tuple[object, ..
 
 def check_tensor(owner: str, name: str, value: object, needed: str = "a tensor was needed.") -> None:
     """Refuse a value that is no tensor."""
-    if not isinstance(value, Tensor):
-        raise wrong(owner, name, value, needed, kind=True)
+    check_kind(owner, name, value, Tensor, needed)
 
 
 def check_numbers(owner: str, name: str, value: object, needed: str = "a tensor was needed.") -> None:
@@ -99,8 +116,7 @@ def check_vector(owner: str, name: str, value: object, dtype: torch.dtype, size:
 
 def check_generator(owner: str, value: object) -> None:
     """Refuse a value that is neither a torch.Generator nor None."""
-    if value is not None and not isinstance(value, Generator):
-        raise wrong(owner, "generator", value, "a torch.Generator or None was needed.", kind=True)
+    check_kind(owner, "generator", value, (Generator, NoneType), "a torch.Generator or None was needed.")
 
 
 def checked_device(owner: str, value: torch.device | str) -> torch.device:
@@ -148,10 +164,9 @@ def check_losses_fn(owner: str, value: object, name: str = "losses_fn") -> None:
     check_function(owner, name, value, 2, needed)
 
 
-def check_trainable(owner: str, model: object, batch: object, losses_fn: object) -> None:
+def check_trainable(owner: str, model: nn.Module, batch: object, losses_fn: object) -> None:
     """Refuse parts that make no training step: no module, nothing to train, or no numbers to compute with."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"{owner} got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
+    check_kind(owner, "model", model, nn.Module, "a torch.nn.Module was needed.")
     check_losses_fn(owner, losses_fn)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         needed = "call requires_grad_(True) on the part to be trained."

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rowprop.checks import check_choice, check_entries, check_whole, is_number, shown, takes, wrong
+from rowprop.checks import check_choice, check_entries, check_number, check_whole, is_number, shown, takes, wrong
 from rowprop.errors import InvalidInput
 
 __all__ = ["Joined", "Progress", "Ramp", "Schedule"]
@@ -86,8 +86,7 @@ class Ramp:
 
     def __post_init__(self) -> None:
         for name, value in (("first", self.first), ("last", self.last)):
-            if not is_number(value):
-                raise wrong("Ramp", name, value, "a finite number was needed, e.g. a fraction to keep.")
+            check_number("Ramp", name, value, "a finite number was needed, e.g. a fraction to keep.")
         _check_window("Ramp", self.start, self.end, "for a step use Joined.")
         check_choice("Ramp", "curve", self.curve, ("linear", "cosine"))
 
@@ -206,5 +205,4 @@ class Progress:
 
 def _check_progress(owner: str, value: object) -> None:
     """Refuse a value that is no number; how far below 0 or above 1 is for the schedule to say."""
-    if not is_number(value):
-        raise wrong(owner, "progress", value, "a fraction of the training in [0, 1] was needed.")
+    check_number(owner, "progress", value, "a fraction of the training in [0, 1] was needed.")

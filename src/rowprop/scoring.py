@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.batch import map_tensors, tensors
-from rowprop.checks import check_callable, check_choice, check_losses_fn, check_numbers, check_whole, is_number, wrong
+from rowprop.checks import check_callable, check_choice, check_losses_fn, check_numbers, check_whole, check_within
 from rowprop.errors import InvalidInput
 from rowprop.host import waits
 from rowprop.state import buffers_kept, evaluating, rng_kept
@@ -61,9 +61,14 @@ def per_token(name: str, returned: object, *, noun: str = "a tensor") -> Tensor:
     return _losses(name, returned, "one number per token was needed, shape (N, T)", noun)
 
 
-def losses_of(losses_fn: LossesFn, model: Any, batch: Any, *, counted: bool = False) -> Tensor:
-    """The losses of a batch's rows, shape ``(N,)``, with their graph; on the device meta where they are ``counted``."""
-    return per_row("losses_fn", losses_fn(model, batch), None, counted=counted)
+def losses_of(
+    losses_fn: LossesFn, model: Any, batch: Any, *, unit: Literal["row", "token"] = "row", counted: bool = False
+) -> Tensor:
+    """The losses of a batch's rows, ``(N,)``, or tokens, with their graph; on the device meta where ``counted``."""
+    returned = losses_fn(model, batch)
+    if unit == "token":
+        return per_token("losses_fn", returned)
+    return per_row("losses_fn", returned, None, counted=counted)
 
 
 def described(value: object, noun: str = "a tensor") -> str:
@@ -311,8 +316,7 @@ class Downscaled:
 
     def __post_init__(self) -> None:
         check_losses_fn("Downscaled", self.function, "function")
-        if not is_number(self.scale) or not 0 < self.scale < 1:
-            raise wrong("Downscaled", "scale", self.scale, "a factor in (0, 1) was needed.")
+        check_within("Downscaled", "scale", self.scale, "(0, 1)")
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
         """Return the scores of the scaled batch."""

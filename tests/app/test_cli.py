@@ -156,6 +156,14 @@ def test_verify_knows_tokens():
     assert "Attention was cut at: _scaled_dot_product_flash_attention_for_cpu_backward (1)" in cut
 
 
+def test_plan_knows_tokens():
+    # Red when: an option does not reach plan(), or the output calls tokens rows.
+    given = ["model_cases:tokens", "--unit", "token", "--attention", "cut", "--keep", "0.5", "--rounds", "1"]
+    said = " ".join(run("plan", *given).stdout.split())
+    assert "model_cases:tokens: N = 40 tokens; plain step" in said and "at keep 0.5 (K = 20 of 40 tokens)" in said
+    assert "recompute left out" in said and "sliced" in said and "by policy" in said
+
+
 def flops(model: str, *arguments: str) -> dict[str, Any]:
     return json.loads(run("flops", f"model_cases:{model}", *arguments, "--json").stdout)
 
@@ -228,7 +236,7 @@ FROZEN = "without a parameter that requires a gradient"
         ),
         ("plan model_cases:mlp --input-shape 8x4 --device meta", "plan got a model on the device meta, which holds no"),
         ("verify model_cases:frozen", FROZEN),
-        ("flops model_cases:frozen", "at least one parameter require"),
+        ("flops model_cases:frozen", "let losses_fn use trainable parameters"),
         ("profile model_cases:frozen", FROZEN),
         ("plan model_cases:frozen", FROZEN),
     ],

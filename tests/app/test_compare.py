@@ -215,7 +215,9 @@ def test_plain_steps_on_fewer_rows_cost_what_the_method_costs(tmp_path: Path, mo
     plain, full = runs["plain@ohem", 0], runs["full", 0]
     assert (plain["engine"], plain["steps"]) == ("plain", full["steps"])
     assert plain["rows_seen"] == plain["rows_backpropagated"] == full["rows_seen"] * 21 // 32
-    with pytest.raises(InvalidInput, match=r"plain@ohem has no meaning under seconds: there full has the cost"):
+    with pytest.raises(
+        InvalidInput, match=r"plain@ohem has no meaning under seconds, where full has each method's cost"
+    ):
         Settings(methods=methods, seconds=1.0)
 
 

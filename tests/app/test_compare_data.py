@@ -47,7 +47,7 @@ NAMES = {
         "compare_cases:not_a_model": "returned (int), but a torch.nn.Module, (model, batch) or",
         "compare_cases:TwoOutputs": "returned a tuple for a batch of shape (2, 1, 8, 8), but logits of",
         "compare_cases:returning": "failed when called without arguments: TypeError",
-        "compare_cases:net_with_losses": "brings its own losses, but all methods are compared by cross entropy",
+        "compare_cases:net_with_losses": "brings its own losses; cross entropy is compared; return (model, batch)",
     },
     "methods": {
         "full,best": "method 'best' is unknown; the methods are full, random",

@@ -373,6 +373,18 @@ def test_the_heading_follows_the_losses(share, heading: str, needed: int | None,
     assert ("After epoch 2, " + ("the loss of every training row is zero." if needed is None else said)) in text
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "said"), [(0.3, "most often the models may be wrong"), (0.95, "the label may be")]
+)
+def test_a_label_is_doubted_by_models_that_know_better_alone(accuracy: float, said: str):
+    # Red when: models that are right on a third of the rows make every label doubtful.
+    results, data = of_the_study("fashion-mnist-epochs", torch.rand(10, 1, 8, 8))
+    for place, method in enumerate(results["methods"]):
+        method["accuracy"]["mean"] = accuracy - 0.01 * place
+    text = " ".join(render_report(results, data).split())
+    assert f"right on at most {100 * accuracy:.0f} % of the test rows, so {said}" in text
+
+
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 64, 64), (3, 200, 300)])
 def test_a_report_of_all_methods_with_its_gallery_is_small(shape: tuple[int, ...]):
     # Red when: a library travels along, or pictures of noise, which no format makes small, are shown as they come.

@@ -348,9 +348,9 @@ def test_where_the_declaration_does_not_fit_it_runs_at_full_size(name: str):
 @pytest.mark.parametrize(
     ("decorated", "dims", "sentence"),
     [
-        (len, PLAIN, "decorates <built-in function len> but a subclass of torch"),
+        (len, PLAIN, "rowwise got <built-in function len> but a torch.autograd.Function"),
         (torch.autograd.Function, PLAIN, "with a backward was needed"),
-        (Affine, {"saved": -1, "grads": 0}, "saved is -1 but a dimension of 0 or more was needed"),
+        (Affine, {"saved": -1, "grads": 0}, "saved is -1 but a dimension from 0 on, None"),
         (Affine, {"saved": 0, "grads": (0, "1")}, r"grads is \(0, '1'\) but"),
         (Affine, {**PLAIN, "outputs": True}, "outputs is True but"),
         (declared(Affine, **AFFINE), AFFINE, "is declared row by row twice"),

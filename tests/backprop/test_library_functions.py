@@ -25,7 +25,7 @@ from picks import ROWS, N, Take, as_indexed, assert_same_gradients, indexed, wei
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.attention import flex_attention_backward
 from rowprop.backprop.rules.registry import RULES, rule_of_function
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice
+from rowprop.backprop.sliced import NO_RULE, Densify, RowSet, RowSlice
 from rowprop.cost.flops import count_flops
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks for it
@@ -162,7 +162,7 @@ def test_flex_attention_that_saves_something_else_densifies(monkeypatch):
 
 KNOWN = {  # compiled by which backend -> what the report says about it
     "rowprop": {},
-    "rowprop, without the rule": {"flex_attention_backward": "no rule for this op"},
+    "rowprop, without the rule": {"flex_attention_backward": NO_RULE},
     "aot_eager": {"CompiledFunction": "compiled by another backend"},
 }
 
@@ -243,8 +243,8 @@ def nested(layout: torch.layout):
 
 MIXED = {  # what -> (the call, the op that densifies, the reason)
     "packed sequences": (packed, "as_strided", "do not lead from row to row, or not to every row"),
-    "nested": (nested(torch.strided), "_nested_from_padded", "no rule for this op"),
-    "nested, jagged": (nested(torch.jagged), "_nested_from_padded_tensor", "no rule for this op"),
+    "nested": (nested(torch.strided), "_nested_from_padded", NO_RULE),
+    "nested, jagged": (nested(torch.jagged), "_nested_from_padded_tensor", NO_RULE),
 }
 
 
@@ -521,7 +521,7 @@ def test_the_host_looks_at_a_packing_once_where_it_can(readable: bool, monkeypat
 def test_synchronised_batch_norm_densifies_and_says_why():
     # Red when: the class has another name than the rule knows; the reason is dropped.
     outcome = rule_of_function(SyncBatchNorm).run(None, None, None)
-    assert outcome == Densify("BatchNorm takes its statistics over the rows of all processes")
+    assert outcome == Densify("BatchNorm takes its statistics over the rows of all processes; eval() freezes them")
 
 
 def test_a_function_that_nobody_knows_is_named():

@@ -394,50 +394,50 @@ def nested(x: Tensor) -> Tensor:
 ALL = torch.ones(N, dtype=torch.bool)
 TOKENS = torch.ones(N, 7, dtype=torch.bool)
 META, SPARSE = torch.ones(N, device="meta"), torch.ones(N).to_sparse()
-INDICES = r"but integer indices of shape \(K,\)"
-NO_NUMBERS = "and holds other things than whole numbers below 2"
+INDICES = r"but indices \(K,\), a bool mask"
+NO_NUMBERS = "does not hold whole numbers below 2"
 BAD_INPUT: list[tuple[dict[str, Any], str]] = [
-    ({"input": torch.tensor(1.0)}, r"input is a tensor of shape \(\) but .* one entry per row was needed"),
+    ({"input": torch.tensor(1.0)}, r"input is a tensor of shape \(\) but one entry per row was needed"),
     ({"input": [1.0]}, "input is of type list but"),
-    ({"input": SPARSE}, "input has the layout torch.sparse_coo but a dense"),
-    ({"input": jagged}, "input has the layout torch.jagged and is nested but a dense"),
-    ({"input": nested}, "input has the layout torch.strided and is nested but a dense"),
-    ({"batchnorm": np.array(["rows"])}, "batchnorm is array.* but 'rows', 'exact' or None was needed"),
-    ({"batchnorm": "row"}, "batchnorm is 'row' but 'rows', 'exact' or None was needed"),
-    ({"attention": "none"}, r"attention is 'none' but 'exact' or 'cut' was needed\.$"),
+    ({"input": SPARSE}, "input is torch.sparse_coo; pad it, or call to_dense"),
+    ({"input": jagged}, "input is nested; pad it"),
+    ({"input": nested}, "input is nested; pad it"),
+    ({"batchnorm": np.array(["rows"])}, "batchnorm=array.* but one of None, rows, exact was needed"),
+    ({"batchnorm": "row"}, "batchnorm='row' but one of None, rows, exact was needed"),
+    ({"attention": "none"}, r"attention='none' but one of exact, cut was needed; the default is exact\.$"),
     ({"input": torch.ones(0), "rows": torch.tensor([0])}, "rows holds the index 0 but input has 0 rows"),
     ({"input": META, "rows": Selection.everything(N)}, "rows is on cpu but input is on meta"),
-    ({"input": META, "rows": ALL.to("meta")}, "mask on the device"),
+    ({"input": META, "rows": ALL.to("meta")}, r"mask without values \(meta, fake\); pass indices"),
 ]
 BAD_ROWS: list[tuple[Any, str]] = [
     ([0.5, 1], f"dtype torch.float32 {INDICES}"),
     ([[0, 1]], rf"rows is a tensor of shape \(1, 2\), .* {INDICES}"),
-    (["a"], f"rows is of type list {NO_NUMBERS}"),
-    ([2**70], f"rows is of type list {NO_NUMBERS}"),
-    (np.array(["a"]), f"rows is of type ndarray {NO_NUMBERS}"),
+    (["a"], f"rows, a list, {NO_NUMBERS}"),
+    ([2**70], f"rows, a list, {NO_NUMBERS}"),
+    (np.array(["a"]), f"rows, a ndarray, {NO_NUMBERS}"),
     (np.arange(2.0), f"dtype torch.float64 {INDICES}"),
     ([0, N], f"rows holds the index {N} but input has {N} rows"),
     (range(-N - 1, 0), f"rows holds the index -{N + 1} but input has {N} rows"),
-    ([True], r"the mask has the shape \(1,\) but input has the shape \(8,"),
-    (ALL[:, None], r"the mask has the shape \(8, 1\) but input has the"),
-    (torch.where(ALL), r"rows is a tuple \(tuple\), which .*; pass `list\(rows\)`, or `rows\[0\]` of torch.where"),
-    (torch.ones(N).topk(2), r"rows is a tuple \(topk\), which .*; pass its `\.indices`\.$"),
-    (ROWS.sort(), r"rows is a tuple \(sort\), which .*; pass its `\.indices`\.$"),
-    (ROWS.kthvalue(2), r"rows is a tuple \(kthvalue\), which .*; pass its `\.indices`\.$"),
+    ([True], r"the mask is \(1,\) but input's first dimensions are \(8,"),
+    (ALL[:, None], r"the mask is \(8, 1\) but input's first"),
+    (torch.where(ALL), r"rows is a tuple \(tuple\) but .*; pass `list\(rows\)`, or `rows\[0\]` of torch.where"),
+    (torch.ones(N).topk(2), r"rows is a tuple \(topk\) but .*; pass its `\.indices`\.$"),
+    (ROWS.sort(), r"rows is a tuple \(sort\) but .*; pass its `\.indices`\.$"),
+    (ROWS.kthvalue(2), r"rows is a tuple \(kthvalue\) but .*; pass its `\.indices`\.$"),
     (3, f"rows is of type int {INDICES}"),
     (Selection, f"rows is of type type {INDICES}"),
-    (ROWS * 1j, "dtype torch.complex64 but integer indices"),
+    (ROWS * 1j, "dtype torch.complex64 but indices"),
     (ALL.to_sparse(), "layout torch.sparse_coo and dtype"),
     (torch.tensor(2), r"rows is a tensor of shape \(\)"),
     (ROWS[None], r"rows is a tensor of shape \(1, 3\)"),
-    (ROWS.to(torch.uint8), "dtype torch.uint8, which torch's own indexing takes for a"),
+    (ROWS.to(torch.uint8), r"dtype uint8; pass rows.long\(\) for indices, or"),
     (ROWS.to("meta"), "rows is on meta but input is on cpu; move one of them"),
-    (Selection.everything(5), "made from 5 rows but input has 8"),
+    (Selection.everything(5), "the selection is of 5 rows but input has 8"),
     (Selection.everything(N, "meta"), "rows is on meta but input is on cpu"),
 ]
 BAD_TOKENS: list[tuple[Any, str]] = [  # of (8, 7); a mask of as many entries is not one of the input's shape
     *(
-        (ALL[:1].expand(shape), f"the mask has the shape {re.escape(str(shape))} but input has the shape")
+        (ALL[:1].expand(shape), f"the mask is {re.escape(str(shape))} but input's first dimensions")
         for shape in ((8, 8), (7, 8), (8, 7, 1), (1, 7), (56,))
     ),
     *(
@@ -465,7 +465,7 @@ def test_bad_input_is_refused_in_one_sentence(given: dict[str, Any], sentence: s
 @pytest.mark.parametrize("rows", [(0, 1), ROWS.float(), ALL[:5], Selection.everything(5)])
 def test_bad_rows_are_refused_under_a_transform_too(rows: Any):
     # Red when: under torch.func the rows are not checked before plain indexing.
-    with pytest.raises(InvalidInput, match=r"was needed|but input has"):
+    with pytest.raises(InvalidInput, match=r"was needed|but input has|but input's first"):
         torch.func.grad(lambda x: rowprop.pick(x**2, rows).sum())(torch.ones(N))
 
 
@@ -475,7 +475,7 @@ def test_under_fake_tensors_shapes_go_through():
         model, x = nn.Linear(4, 3), torch.randn(N, 4)
         rowprop.pick(model(x).square().sum(1), mode.from_tensor(torch.tensor([1, 2]))).mean().backward()
         assert model.weight.grad.shape == (3, 4)
-        with pytest.raises(InvalidInput, match="or a fake one, whose entries cannot be counted"):
+        with pytest.raises(InvalidInput, match="a mask without values"):
             rowprop.pick(model(x).square().sum(1), mode.from_tensor(ALL))
 
 

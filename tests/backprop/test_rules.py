@@ -19,6 +19,7 @@ from picks import Take, as_indexed, indexed
 from rowprop import host
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.registry import RULES, op_name, rule
+from rowprop.backprop.sliced import NO_RULE
 from rule_cases import CASES, DIRECT, N, aux, call_direct, ints, param, randn, run, sliced
 
 aten = torch.ops.aten
@@ -360,7 +361,8 @@ def test_routed_tokens_keep_their_rows(routing: str, device: bool, monkeypatch: 
 
 
 FROM = "rows would have to be taken from a sparse tensor"
-ALL_ROWS = "a gradient of all rows is added to it: a mean that losses are divided by, or pairs of rows"
+ADDED = "a gradient of all rows is added to it: a mean that losses are divided by, or pairs of rows"
+ALL_ROWS = f"{ADDED}; detach() a mere scale"
 edges = (aux(N, N) > 0.5) * aux(N, N)
 jagged = torch.nested.nested_tensor_from_jagged
 SPARSE: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, str]]] = {
@@ -372,11 +374,11 @@ SPARSE: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, str]]] = {
     "weight": (lambda h: h @ aux(4, 4).relu().to_sparse(), {}),
     "gradient": (
         lambda h: F.embedding(torch.tensor([3, 1, 1, 5, 0, 2]), h, sparse=True) + 2 * h,
-        {"_sparse_coo_tensor_with_dims_and_tensors": "no rule for this op", "add.Tensor": ALL_ROWS},
+        {"_sparse_coo_tensor_with_dims_and_tensors": NO_RULE, "add.Tensor": ALL_ROWS},
     ),
     "jagged": (
         lambda h: jagged(h, torch.tensor([0, 1, 4, N])).sin().values(),
-        {"_nested_view_from_jagged": "no rule for this op"},
+        {"_nested_view_from_jagged": NO_RULE},
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import rowprop
 from picks import ROWS, Take, as_indexed, chain, gradients, net
+from rowprop.backprop.watch import Densified
 from rowprop.cost.flops import count_flops
 
 N, K = 32, 8
@@ -56,6 +58,56 @@ def test_what_runs_at_full_size_is_in_the_report(name: str):
         assert not report.densified and ours <= (K / N + (0.04 if "without" in name else 0.01)) * plain
     else:
         assert op in report.densified and ours > 2 * K / N * plain
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+@rowprop.rowwise(saved=(), grads=(0,))
+class Declared(Doubled):
+    pass
+
+
+def hooked(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    x.register_hook(hook)
+    return x
+
+
+TABLE, PLACES = torch.ones(5, 4, requires_grad=True), ALL % 5
+Layer = Callable[[Tensor], Tensor]
+REMEDIES: dict[str, tuple[Layer, Layer]] = {  # a layer (N, 4) that densifies, and after the remedy
+    "detach() a mere scale": (lambda y: y / y.square().mean(), lambda y: y / y.detach().square().mean()),
+    "compute on the batch as a whole": (lambda y: torch.stack([2 * row for row in y]), lambda y: 2 * y),
+    "let a hook only scale it": (lambda y: hooked(y, lambda g: g.clamp(-1, 1)), lambda y: hooked(y, lambda g: g / 2)),
+    "declare it by rowprop.rowwise": (Doubled.apply, Declared.apply),
+    "batchnorm='rows' projects": 2 * (lambda y: F.batch_norm(y, None, None, training=True),),
+    "leave it off": (
+        lambda y: y * F.embedding(PLACES, TABLE, scale_grad_by_freq=True),
+        lambda y: y * F.embedding(PLACES, TABLE),
+    ),
+}
+
+
+@pytest.mark.parametrize("remedy", REMEDIES)
+@pytest.mark.usefixtures("as_host")
+def test_a_remedy_that_the_report_names_keeps_the_gradient_sliced(remedy: str):
+    # Red when: a reason has lost its remedy, or the remedy is none.
+    def densified(layer: Layer, policy: Literal["rows", "exact"]) -> dict[str, Densified]:
+        with rowprop.watch() as report:
+            losses = layer(nn.Linear(6, 4)(torch.randn(N, 6))).square().sum(1)
+            rowprop.pick(losses, ROWS, batchnorm=policy).mean().backward()
+        return report.densified
+
+    before, after = REMEDIES[remedy]
+    assert any(remedy in entry.reason.partition("; ")[2] for entry in densified(before, "exact").values())
+    assert densified(after, "rows") == {}
 
 
 def test_what_is_added_to_the_grad_of_a_leaf_is_no_full_backward():

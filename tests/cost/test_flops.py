@@ -535,7 +535,7 @@ def test_parameters_without_a_gradient_are_not_updated():
         ({"optimizer": "lion"}, "got optimizer='lion' but one of sgd, momentum, adam, adamw was needed"),
         ({"losses_fn": lambda model, x: model(x).sum()}, "pass reduction='none'"),
         ({"losses_fn": lambda model, x: squares(model, x).detach()}, "The losses have no graph"),
-        ({"model": len}, "a model of type builtin_function_or_method"),
+        ({"model": len}, "a builtin_function_or_method,"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(options: dict, sentence: str):

@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 import rowprop
 from bench_plan import bars
 from rowprop.app.cli import app
+from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import Timing
 from rowprop.cost.plan import Cost, Measurement, PlainStep, _levelled, _measured, line, make_plan, plan, second_forward
 from rowprop.engines import policies_on
 from rowprop.errors import InvalidInput
+from token_models import IDS, LABELS, LOSSES, Decoder
 from untouched import untouched
 
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -270,6 +272,43 @@ def test_predictions_are_the_lines_through_what_was_measured(clocked: Clocked):
     # sliced and recompute cost the same at K = 64 / 3, sliced and the plain step at N
     assert [way.engine for way in result.choices] == ["recompute", "recompute", "recompute", "sliced", "sliced"]
     assert result.break_even_keep == 1
+
+
+@pytest.mark.parametrize("attention", ["exact", "cut"])
+def test_a_plan_of_tokens_costs_the_flops_of_picks_of_tokens(attention: str, monkeypatch: pytest.MonkeyPatch):
+    # The clock shows the FLOPs done. Forward, plain backward and the backward of a pick of the largest losses are
+    # counted by themselves. Red when: K is of rows, unit or attention does not reach the step, or a pick of rows, a
+    # second forward or a thinned step is measured beside it.
+    model, batch = Decoder(packed=True).float(), IDS
+    losses_fn = lambda model, batch: LOSSES["flat"](model(batch), LABELS)  # noqa: E731
+    kept = math.ceil(0.25 * LABELS.numel())
+    with count_flops() as forward:
+        losses = losses_fn(model, batch)
+    with count_flops() as backward:
+        losses.mean().backward(retain_graph=True)
+    with count_flops() as sliced:
+        hardest = losses.detach().flatten().topk(kept).indices
+        rowprop.pick(losses.flatten(), hardest, attention=attention).mean().backward()
+    whole = forward.total_flops + backward.total_flops
+
+    with count_flops() as done:
+        monkeypatch.setattr("time.perf_counter", lambda: done.total_flops / 1e9)
+        result = plan(
+            model, batch, losses_fn, keep=0.25, unit="token", attention=attention, optimizer=None, rounds=3, seconds=1e6
+        )  # fmt: skip
+    assert [way.engine for way in result.ways] == ["masked", "sliced"]
+    way = result.ways[1]
+    assert (result.unit, result.num_rows, way.kept) == ("token", LABELS.numel(), kept)
+    assert result.full_s == pytest.approx(whole / 1e9)
+    assert way.measured_s == pytest.approx((forward.total_flops + sliced.total_flops) / 1e9)
+    assert way.limit == pytest.approx((forward.total_flops + backward.total_flops * kept / LABELS.numel()) / whole)
+    assert way.limit < way.ratio < 1 and result.choice is way
+    assert way.gradient == ("by policy" if attention == "cut" else "same")
+    assert (
+        f"sliced takes {way.ratio:.2f} of the plain step at keep 0.25 (K = {kept} of 96 tokens), the" in result.reason
+    )
+    assert "recompute left out: its second forward takes whole rows, not tokens" in result.reason
+    assert ("attention='cut': keys and values of tokens that are not kept" in result.reason) == (attention == "cut")
 
 
 @pytest.mark.parametrize("asked", [(2, 12, 30), (1, 2, 3)], ids=["the anchors", "no row beside is free"])

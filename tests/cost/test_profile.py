@@ -130,7 +130,7 @@ def test_a_compiled_model_is_counted():
 
 
 def test_a_function_in_place_of_a_model_is_refused():
-    with pytest.raises(InvalidInput, match=r"a model of type function but a torch.nn.Module was needed"):
+    with pytest.raises(InvalidInput, match=r"a function, but a torch.nn.Module was needed"):
         profile(default_losses, (torch.ones(2),), default_losses)
 
 

@@ -240,9 +240,9 @@ def test_nothing_is_left_behind():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: measure({}), "at least one routine, one round and a warm-up of 0 or more"),
-        (lambda: measure({"a": print}, rounds=0), "at least one routine, one round and a warm-up of 0 or more"),
-        (lambda: measure({"a": print}, warmup=-1), "at least one routine, one round and a warm-up of 0 or more"),
+        (lambda: measure({}), "but 1, 1, 0 or more were needed"),
+        (lambda: measure({"a": print}, rounds=0), "but 1, 1, 0 or more were needed"),
+        (lambda: measure({"a": print}, warmup=-1), "but 1, 1, 0 or more were needed"),
         (lambda: Variant("fast"), "one of full, thinned, sliced, recompute, masked was needed"),
         (lambda: Variant("full", 0.5), "the full step keeps all rows"),
         (lambda: Variant("sliced", 0.0), "keep"),

@@ -231,13 +231,13 @@ REFUSED: dict[str, Callable[[LossHistory], object]] = {  # by the sentence; the 
     r"got weights of shape \(1,\) .* for 2 ids": lambda h: h.set_weights(IDS[:2], torch.ones(1)),
     r"got weights=\[1.0\], a list, but a tensor was needed": lambda h: h.set_weights(IDS[:1], [1.0]),
     "LossHistory.synchronise got group=5, a int, but a process group or": lambda h: h.synchronise(5),
-    r"a state with num_rows=tensor\(\[1., 1.\]\) but has num_rows=4; build it as it was": lambda h: h.load_state_dict(
-        h.state_dict() | {"num_rows": torch.ones(2)}
+    r"a state with num_rows=<tensor of shape \(2,\), torch.float32> but has num_rows=4; build it as it was": lambda h: (
+        h.load_state_dict(h.state_dict() | {"num_rows": torch.ones(2)})
     ),
     "a state with num_rows=5 but has num_rows=4": lambda h: h.load_state_dict(LossHistory(5).state_dict()),
     "StaleScorer got losses_fn=None, a NoneType, but a function was needed": lambda h: StaleScorer(None),
     "StaleScorer got staleness=0 but a whole number, 1 or": lambda h: StaleScorer(losses_fn, 0),
-    "StaleScorer got a dict as history but a LossHistory was needed": lambda h: stale(Context(ids=IDS, history={})),
+    "StaleScorer got history={}, a dict, but a LossHistory was needed": lambda h: stale(Context(ids=IDS, history={})),
     "StaleScorer needs history, ": lambda h: stale(Context(ids=IDS)),
     "a call without ids was made but StaleScorer needs ids": lambda h: stale(Context()),
     "StaleScorer got context=.*, a Tensor, but a rowprop.selecti": lambda h: stale(IDS),

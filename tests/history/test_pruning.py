@@ -443,7 +443,7 @@ def test_the_examples_of_the_docs_run(capsys):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"history": None}, "PruningSampler got a NoneType as history but a LossHistory was needed"),
+        ({"history": None}, "PruningSampler got history=None, a NoneType, but a LossHistory was needed"),
         ({"num_rows": 0}, "PruningSampler got num_rows=0 but a whole number, 1 or more"),
         ({"epochs": 2.5}, "PruningSampler got epochs=2.5 but a whole number, 1 or more"),
         ({"epochs": 10**400}, "PruningSampler got epochs=1000.* but a whole number below 2..63 was needed"),

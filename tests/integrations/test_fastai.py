@@ -315,7 +315,7 @@ def test_what_the_callback_refuses():
         BatchLossFilter(0.5, 3)
     with pytest.raises(InvalidInput, match=r"two callbacks SelectiveBackpropCallback"):
         learner([SelectiveBackpropCallback(half), BatchLossFilter(0.5)]).fit(1)
-    with pytest.raises(InvalidInput, match=r"takes no reduction to switch off"):
+    with pytest.raises(InvalidInput, match=r"takes no reduction, but the loss of each row"):
         learner(SelectiveBackpropCallback(half), loss_func=lambda pred, y: pred.sum()).fit(1)
     with pytest.raises(InvalidInput, match=r"reduction='sum'"):
         learner(SelectiveBackpropCallback(half), loss_func=nn.CrossEntropyLoss(reduction="sum")).fit(1)

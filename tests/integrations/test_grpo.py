@@ -564,7 +564,7 @@ def test_other_trainers_and_models_are_refused(tmp_path):
     # Red when: an argument is looked at in the first step alone.
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    with pytest.raises(InvalidInput, match=r"got a Linear but a trl\.GRPOTrainer was needed"):
+    with pytest.raises(InvalidInput, match=r"a Linear, but a trl\.GRPOTrainer was needed"):
         select_answers(nn.Linear(2, 2))
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True}

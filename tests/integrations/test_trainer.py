@@ -507,7 +507,7 @@ def test_what_select_refuses(tmp_path: Path):
     from rowprop.integrations.transformers import select
 
     selector, data = rowprop.TopK(keep=0.5), texts(classes)
-    with pytest.raises(InvalidInput, match=r"got a Linear but a transformers\.Trainer"):
+    with pytest.raises(InvalidInput, match=r"a Linear, but a transformers\.Trainer"):
         select(nn.Linear(1, 1), selector)
 
     def refused(match: str, model: Any, *, error: Any = InvalidInput, change: Any = None, more: Any = None,

@@ -291,7 +291,7 @@ def test_cut_is_the_documented_dense_code(batches, tmp_path):
 
 def test_bad_arguments_are_named(tmp_path):
     # Red when: an argument is looked at in the first forward alone.
-    with pytest.raises(InvalidInput, match=r"of type Linear but a trl\.SFTTrainer was needed"):
+    with pytest.raises(InvalidInput, match=r"a Linear, but a trl\.SFTTrainer was needed"):
         pick_answers(nn.Linear(2, 2))
     trainer = trainer_of(llama, tmp_path)
     with pytest.raises(InvalidInput, match="one of exact, cut was needed"):

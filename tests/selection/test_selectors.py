@@ -462,7 +462,7 @@ CONTEXTS = [
     (lambda: Context(ids=torch.arange(5)).at(torch.ones(5) > 0), "dtype torch.bool but row indices"),
     (lambda: Context(ids=torch.arange(5)).at(torch.tensor([5])), "Context.at got a row that the batch has not"),
     (lambda: Context(generator=5), "Context got generator=5, a int, but a torch.Generator or None was needed."),
-    *[(lambda x=x: Context(x), f"progress={x!r} but a fraction of the training in [0, 1]") for x in (-0.1, 1.1, NAN)],
+    *[(lambda x=x: Context(x), f"progress={x!r} but a fraction in [0, 1]") for x in (-0.1, 1.1, NAN)],
     *[(lambda of=of: Context(ids=of), f"ids came as {came} but int64 of shape (N,)") for came, of in COLUMNS.items()],
     (lambda: Context(classes=[0, 1]), "classes came as a list but int64 of shape (N,)"),
 ]
@@ -644,7 +644,7 @@ WRONG = [  # a selector, its arguments, of which the last is refused, and what w
     (PercentileSampling, {"recent": 0}, WHOLE),
     (PercentileSampling, {"floor": 2}, f"{FRACTION} floor=0.25."),
     (ImportanceSampling, {"keep": 0.5, "gate": "1.2"}, "a number or None was needed."),
-    (ImportanceSampling, {"keep": 0.5, "smoothing": 1.0}, "a number in [0, 1) was needed"),
+    (ImportanceSampling, {"keep": 0.5, "smoothing": 1.0}, "a fraction in [0, 1) was needed"),
     (MultipleOf, {"selector": TopK(0.5), "multiple_of": 0}, WHOLE),
     (MultipleOf, {"selector": TopK(0.5), "multiple_of": 8.0}, WHOLE),
 ]

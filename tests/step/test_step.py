@@ -379,7 +379,12 @@ def by_class(scores, context):
         (TopK(0.5), {"history": Notebook()}, {}, "without ids was made but the history needs ids ... pass ids=..."),
         (TopK(0.5), {}, {"ids": torch.arange(3)}, "ids came as a tensor of shape (3,) ... int64 of shape (4,)"),
         (TopK(0.5), {}, {"ids": [0, 1, 2, 3]}, "ids came as a list but int64 of shape (N,) was needed."),
-        (TopK(0.5), {}, {"progress": 1.5}, "progress=1.5 but a fraction of the training in [0, 1] was needed"),
+        (
+            TopK(0.5),
+            {},
+            {"progress": 1.5},
+            "progress=1.5 but a fraction in [0, 1] was needed; half of the training is progress=0.5",
+        ),
         (TopK(0.5), {}, {"batch_index": "a"}, "a call got batch_index='a' but a whole number, 0 or more, was needed."),
         (TopK(0.5), {}, {"batch_index": -1}, "a call got batch_index=-1 but a whole number, 0 or more, was needed."),
         (by_class, {}, {}, "a call without classes was made but by_class needs classes"),

@@ -187,7 +187,7 @@ Out = Annotated[Path | None, typer.Option(help="Folder for report.html, and its 
 BatchNorm = Annotated[str | None, typer.Option(help="How sliced treats training BatchNorm: rows or exact.")]
 Engine = Annotated[str, typer.Option(help="sliced or recompute.")]
 Counted = Annotated[float | None, typer.Option(help="Count a sliced backward of this fraction of rows, in (0, 1].")]
-Fractions = Annotated[str, typer.Option(help="Fractions of rows kept, comma-separated; the choice is for the first.")]
+Fractions = Annotated[str, typer.Option(help="Fractions kept, comma-separated; the choice is for the first.")]
 Unit = Annotated[str, typer.Option(help="What is kept: row, or token for losses per token, which the model brings.")]
 Attention = Annotated[str, typer.Option(help="How sliced goes through attention where tokens are kept: exact or cut.")]
 Optimizer = Annotated[
@@ -280,14 +280,15 @@ def profile(
 @_command
 def plan(
     model: Model, keep: Fractions = "0.1,0.25,0.5,0.75,0.9", optimizer: Optimizer = "sgd",
-    batchnorm: BatchNorm = None, rounds: Rounds = 7, seconds: Measuring = 60.0, input_shape: InputShape = None,
-    seed: Seed = 0, device: Device = None, dtype: DType = None, out: Out = None, json: AsJson = False,
+    batchnorm: BatchNorm = None, unit: Unit = "row", attention: Attention = "exact", rounds: Rounds = 7,
+    seconds: Measuring = 60.0, input_shape: InputShape = None, seed: Seed = 0, device: Device = None,
+    dtype: DType = None, out: Out = None, json: AsJson = False,
 ) -> None:  # fmt: skip
     """Measure what each engine costs on your own model, beside the limit, and say which one pays at which keep."""
     from rowprop.app.page import environment_of, open_folder, write_plan
     from rowprop.cost.plan import plan as make_plan
 
-    options: dict[str, Any] = {"optimizer": None if optimizer == "none" else optimizer, "batchnorm": batchnorm}
+    options: dict[str, Any] = {"batchnorm": batchnorm, "attention": attention, "unit": unit}
     with ticking() as tick:
         if out is not None:
             open_folder(out)
@@ -295,8 +296,10 @@ def plan(
             keeps = [float(part) for part in keep.split(",")]
         except ValueError:
             raise InvalidInput(f"--keep is {keep!r} but fractions were needed, e.g. 0.1,0.25.") from None
-        subject = _load(tick, model, input_shape, seed, device, dtype)
-        result = make_plan(*subject, keep=keeps, rounds=rounds, seconds=seconds, tick=tick, **options)
+        subject = _load(tick, model, input_shape, seed, device, dtype, tokens=unit == "token")
+        updated = None if optimizer == "none" else optimizer
+        options |= {"keep": keeps, "optimizer": updated, "rounds": rounds, "seconds": seconds}
+        result = make_plan(*subject, tick=tick, **options)
     where = environment_of(subject.model, subject.batch, result.num_rows)
     _print(model, result, terminal.show_plan, json, environment=where)
     if out is not None:

@@ -91,9 +91,7 @@ def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
     remedy = "return (model, batch, losses_fn) to bring your own losses."
     if not isinstance(batch, (tuple, list)) or len(cast("list[Any]", batch)) < 2:
         kind = type(cast(object, batch)).__name__
-        raise InvalidInput(
-            f"The batch is a {kind} but a tuple (*inputs, target) was needed for the default losses; {remedy}"
-        )
+        raise InvalidInput(f"The batch is a {kind} but a tuple (*inputs, target) was needed; {remedy}")
     *inputs, target = cast("list[Tensor]", batch)
     output = logits_of(model(*inputs))
     if target.is_floating_point() and target.shape == output.shape:

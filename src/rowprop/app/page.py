@@ -236,7 +236,7 @@ def count_batches(
 @drawing()
 def step_time(plan: Plan) -> Figure:
     """Draw a step's time against keep: a line, straight in K, for the prediction of each way, dots for measurements."""
-    figure, axes = new_figure("fraction of rows kept", "step, ms")
+    figure, axes = new_figure(f"fraction of {plan.unit}s kept", "step, ms")
     for engine, colour in zip(dict.fromkeys(way.engine for way in plan.ways), itertools.cycle(COLOURS), strict=False):
         ways = sorted((way for way in plan.ways if way.engine == engine), key=lambda way: way.keep)
         xs, ys, name = (
@@ -252,7 +252,8 @@ def step_time(plan: Plan) -> Figure:
         measured = [(x, 1000 * way.measured_s) for x, way in zip(xs, ways, strict=True) if way.measured_s is not None]
         if measured:
             axes.plot(*zip(*measured, strict=True), "o", color=colour, markersize=6.5, label=name)
-    axes.plot([0, 1], [1000 * plan.full_s] * 2, color=GREY, linestyle=(0, (6, 3)), label="plain step, all rows")
+    plain_ms, name = 1000 * plan.full_s, f"plain step, all {plan.unit}s"
+    axes.plot([0, 1], [plain_ms, plain_ms], color=GREY, linestyle=(0, (6, 3)), label=name)
     break_even = plan.break_even_keep
     if 0 < break_even < 0.995:
         axes.axvline(break_even, color=GREY, linestyle=(0, (2, 2)), linewidth=1.2)

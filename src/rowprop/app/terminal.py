@@ -276,9 +276,9 @@ def show_plan(console: Console, model: str, result: Plan) -> None:
     from rowprop.cost.plan import milliseconds
 
     phases = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in result.phases_s.items())
-    console.print(f"{model}: N = {result.num_rows}; plain step {milliseconds(result.full_s)}; {phases}")
+    console.print(f"{model}: N = {result.num_rows} {result.unit}s; plain step {milliseconds(result.full_s)}; {phases}")
     console.print(new_table("The cost of a step", WAY_COLUMNS, [way_row(way, result) for way in result.ways], words=2))
-    console.print(f"{result.reason}\n{result.certainty}")
+    console.print(str(result))
 
 
 def way_row(way: Way, result: Plan) -> tuple[str, ...]:

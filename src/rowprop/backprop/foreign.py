@@ -271,7 +271,8 @@ def _returned(nodes: list[Any], leaves: list[Any], held: Backward) -> set[Any]:
 def _densify_inputs(node: Any, name: str) -> Callable[[], None]:
     def hook(grads: tuple[Any, ...]) -> tuple[Any, ...]:
         if any(type(grad) is RowGrad and grad.full is None for grad in grads):
-            note_densified("custom function", f"{name}, a custom autograd function, receives a dense gradient")
+            remedy = "if it treats rows alike, declare it by rowprop.rowwise"
+            note_densified("custom function", f"{name}, a custom autograd function, has a dense gradient; {remedy}")
         return tuple(map(plain, grads))
 
     return node.register_prehook(hook).remove

@@ -16,6 +16,7 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.watch import note_densified
+from rowprop.checks import check_choice
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.host import waits
 
@@ -104,19 +105,11 @@ def pick(
         tensor([72., 90.])
     """
     if not isinstance(input, Tensor) or input.ndim == 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(
-            f"input is {_described(input)} but a tensor with one entry per row was needed, shape (N, ...); pass the "
-            "unreduced losses, e.g. from a loss with reduction='none'."
-        )
+        raise InvalidInput(f"input is {_described(input)} but one entry per row was needed; pass unreduced losses.")
     if input.is_nested or input.layout is not torch.strided:
-        raise InvalidInput(
-            f"input has the layout {input.layout}{' and is nested' if input.is_nested else ''} but a dense tensor was "
-            "needed, one entry per row; call to_dense() on a sparse one, or pad a nested one."
-        )
-    if batchnorm is not None and (not isinstance(batchnorm, str) or batchnorm not in ("rows", "exact")):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows', 'exact' or None was needed.")
-    if not isinstance(attention, str) or attention not in ("exact", "cut"):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
+        raise InvalidInput(f"input is {'nested' if input.is_nested else input.layout}; pad it, or call to_dense().")
+    check_choice("pick", "batchnorm", batchnorm, (None, "rows", "exact"))
+    check_choice("pick", "attention", attention, ("exact", "cut"))
     given = _tensor_of(rows, input.device)
     dims = _dims_of(given, input)
     whole, input = input, input.flatten(0, dims - 1) if dims > 1 else input
@@ -154,10 +147,7 @@ def _tensor_of(rows: Any, device: torch.device) -> Any:
     if isinstance(rows, tuple):
         held: object = cast("object", rows)
         remedy = "its `.indices`" if hasattr(held, "indices") else "`list(rows)`, or `rows[0]` of torch.where(mask)"
-        raise InvalidInput(
-            f"rows is a tuple ({type(held).__name__}), which would index a dimension with each entry, but one tensor, "
-            f"list or array was needed; pass {remedy}."
-        )
+        raise InvalidInput(f"rows is a tuple ({type(held).__name__}) but one tensor or list was needed; pass {remedy}.")
     given, is_array = rows, hasattr(rows, "__array__")  # numpy's
     if isinstance(rows, Tensor) or not (is_array or isinstance(rows, (list, range))):
         return given
@@ -168,8 +158,7 @@ def _tensor_of(rows: Any, device: torch.device) -> Any:
             tensor = torch.tensor(given, dtype=None if len(given) else torch.int64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInput(
-            f"rows is of type {type(given).__name__} and holds other things than whole numbers below 2**63 or bools; "
-            "pass integer indices or a bool mask."
+            f"rows, a {type(given).__name__}, does not hold whole numbers below 2**63, or bools."
         ) from error
     return tensor.to(device, non_blocking=True)
 
@@ -181,8 +170,7 @@ def _dims_of(rows: Any, input: Tensor) -> int:
         sizes: list[int] = list(itertools.accumulate(shape, operator.mul))
         if rows.num_rows not in sizes:
             raise InvalidInput(
-                f"the selection was made from {rows.num_rows} rows but input has {shape[0]}; select from the scores of "
-                "this very batch."
+                f"the selection is of {rows.num_rows} rows but input has {shape[0]}; select from its scores."
             )
         dims, rows = 1 + sizes.index(rows.num_rows), rows.rows
     elif (
@@ -194,27 +182,19 @@ def _dims_of(rows: Any, input: Tensor) -> int:
     ):
         dtype = f", layout {rows.layout} and dtype {rows.dtype}" if isinstance(rows, Tensor) else ""
         raise InvalidInput(
-            f"rows is {_described(rows)}{dtype} but integer indices of shape (K,), a bool mask of shape ({shape[0]},) "
-            "or a Selection was needed."
+            f"rows is {_described(rows)}{dtype} but indices (K,), a bool mask ({shape[0]},) or a Selection was needed."
         )
     else:
         dims = rows.ndim
     if rows.device != input.device:
         raise InvalidInput(f"rows is on {rows.device} but input is on {input.device}; move one of them.")
     if rows.dtype == torch.uint8:
-        raise InvalidInput(
-            "rows has the dtype torch.uint8, which torch's own indexing takes for a mask, but int64 indices or a bool "
-            "mask was needed; pass rows.long() for indices, rows.bool() for a mask."
-        )
+        raise InvalidInput("rows has the dtype uint8; pass rows.long() for indices, or rows.bool() for a mask.")
     if rows.dtype == torch.bool and rows.shape != shape[:dims]:
-        raise InvalidInput(
-            f"the mask has the shape {tuple(rows.shape)} but input has the shape {shape}; a mask has the shape of "
-            "input's first dimensions."
-        )
+        raise InvalidInput(f"the mask is {tuple(rows.shape)} but input's first dimensions are {shape[: rows.ndim]}.")
     if rows.dtype == torch.bool and (rows.is_meta or isinstance(rows, FakeTensor)):
         raise InvalidInput(
-            "rows is a mask on the device meta, or a fake one, whose entries cannot be counted, but indices were "
-            "needed; pass as many as will be kept, e.g. torch.arange(K, device='meta')."
+            "rows is a mask without values (meta, fake); pass indices, e.g. torch.arange(K, device='meta')."
         )
     return dims
 
@@ -265,8 +245,7 @@ class _Pick(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
             raise UnsupportedOperation(
-                "the gradient of pick() was asked to be differentiable (create_graph=True), which a row-sliced "
-                "backward is not; use plain indexing, losses[rows], in this step."
+                "pick() has no differentiable gradient (create_graph=True); use plain indexing, losses[rows]."
             )
         rows: RowSet = ctx.rows
         if transformed(grad):

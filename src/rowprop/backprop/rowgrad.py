@@ -19,7 +19,7 @@ from torch import Tensor
 from rowprop.backprop.backward import node_name
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
 from rowprop.backprop.rules.registry import RULES, Op, op_name
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
+from rowprop.backprop.sliced import NO_RULE, Densify, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
 from rowprop.backprop.watch import note, note_densified
 
 
@@ -109,7 +109,7 @@ class RowGrad(Tensor):
         op = func if target is None or target.full is not None else functional
         rule = None if op is None else RULES.get(op)
         if op is None or rule is None:
-            outcome: Any = Densify("no rule for this op")
+            outcome: Any = Densify(NO_RULE)
         else:
             inner = [unwrap(a) if type(a) in _WRAPPERS else a for a in args]
             named = {k: unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
@@ -149,7 +149,8 @@ class RowGrad(Tensor):
             if func in _METADATA or (func in _SCALING and not kwargs and _scales(args)):
                 return func(*args, **kwargs)
             name = getattr(func, "__name__", str(func))
-            note_densified(name, "Python code (a hook or a custom function) read or changed the gradient")
+            did = "Python code (a hook or a custom function) read or changed the gradient"
+            note_densified(name, f"{did}; let a hook only scale it, or leave it out")
             return func(*map_leaves(args, plain), **map_leaves(kwargs, plain))
 
 

@@ -122,7 +122,7 @@ class RowSlice:
         if rows.kept < rows.num_rows:
             return out
         if rows.absent is not None and not self.layout.minor:
-            note_densified("a part of the batch", "it has no more rows than are kept, and not all of them are kept")
+            note_densified("a part of the batch", f"it has no more rows than are kept, not all of them kept; {AT_ONCE}")
         return out.dense()
 
     def all_of(self, dense: Tensor, place: int) -> RowSlice:
@@ -435,6 +435,10 @@ def rows_apart(tensor: Tensor, layout: Layout) -> Tensor:
     return cast(Any, tensor).unflatten(layout.dim, (layout.outer, layout.num_rows, layout.inner))
 
 
+NO_RULE = "no rule for this op; write one, see docs/writing-a-rule.md"
+AT_ONCE = "compute on the batch as a whole"
+
+
 @dataclass(frozen=True)
 class Densify:
     """A rule's answer if the op has to run at full size: its rows mix, or its kernel cannot run on fewer rows.
@@ -442,7 +446,7 @@ class Densify:
     If only the kernel needs all rows, the results are zero outside the kept ones and go on sliced ``like`` an operand.
     """
 
-    reason: str  # finishes the sentence "densified: ..."
+    reason: str  # finishes the sentence "densified: ..."; what a user can do stands behind a semicolon
     like: RowSlice | None = None
     dims: tuple[int | None, ...] = ()  # with ``like``: where the rows of each result lie, None for one without rows
 

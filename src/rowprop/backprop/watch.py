@@ -12,7 +12,7 @@ from rowprop.backprop.backward import outer
 
 @dataclass
 class Densified:
-    """One op that ran at full size: the number of calls, and the last reason given."""
+    """One op that ran at full size: the calls, and the last reason given; behind a semicolon what you can do."""
 
     count: int
     reason: str
@@ -43,7 +43,7 @@ class Report:
         entry.count += 1
         entry.reason = reason
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"sliced: {sum(self.sliced.values())} calls of {len(self.sliced)} ops"]
         if not self.densified:
             lines.append("densified: nothing")

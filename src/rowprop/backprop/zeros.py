@@ -21,7 +21,7 @@ from rowprop.backprop.rows import RowSet
 from rowprop.backprop.sliced import RowSlice, gather_plain, rows_apart
 from rowprop.backprop.watch import note
 from rowprop.batch import map_tensors
-from rowprop.checks import check_choice, check_number, check_tensor
+from rowprop.checks import check_choice, check_tensor, check_within
 from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
 
@@ -88,7 +88,7 @@ def skip_zeros(
     check_choice("skip_zeros", "unit", unit, (None, "row", "token"))
     check_choice("skip_zeros", "attention", attention, ("exact", "cut"))
     if capacity is not None:
-        check_number("skip_zeros", "capacity", capacity, "(0, 1]", lambda value: 0 < value <= 1)
+        check_within("skip_zeros", "capacity", capacity, "(0, 1]")
     if not isinstance(x, nn.Module):
         check_tensor("skip_zeros", "x", x, "a tensor or a torch.nn.Module was needed.")
         if x.ndim == 0:
@@ -122,7 +122,7 @@ class SkipRecord:
         """The share that went on."""
         return self.kept / self.total
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         where = f" at {self.place}" if self.place else ""
         return f"{self.kept} of {self.total} {self.unit}s went on{where}: {self.reason}"
 

@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.checks import check_choice, check_losses_fn, check_tick
+from rowprop.checks import check_choice, check_kind, check_losses_fn, check_tick
 from rowprop.cost.flops import counting
 from rowprop.cost.measure import Tick, ignored
 from rowprop.cost.where import Modules, check_graph, current_node, next_number
-from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, losses_of
 from rowprop.selection.selectors import check_fraction, count_kept
 from rowprop.state import backward_undone
@@ -80,6 +79,10 @@ class StepFlops:
     by_op: ByOp
     modules: list[ModuleFlops]
 
+    def __repr__(self) -> str:
+        counts = f"forward {self.forward_flops:,}, backward {self.backward_flops:,}, update {self.update_flops:,}"
+        return f"StepFlops({counts}; backward over forward {self.ratio:.3f})"
+
     @property
     def backward_flops(self) -> int:
         """The three parts of the backward together."""
@@ -139,8 +142,7 @@ def count_step(
         >>> flops.forward_flops, flops.backward_input_flops, flops.backward_weight_flops, flops.update_flops
         (480, 96, 480, 98)
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"count_step got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
+    check_kind("count_step", "model", model, nn.Module, "a torch.nn.Module was needed.")
     check_losses_fn("count_step", losses_fn)
     check_choice("count_step", "optimizer", optimizer, tuple(UPDATE_FLOPS))
     check_tick("count_step", tick)

@@ -93,6 +93,10 @@ class Timing:
     rounds: tuple[dict[str, float], ...]
     peak_bytes: int
 
+    def __repr__(self) -> str:
+        phases = ", ".join(f"{phase} {1000 * self.spread(phase).median:.3g} ms" for phase in self.phases)
+        return f"Timing({phases}; {len(self.rounds)} rounds, {self.peak_bytes / 1e6:.3g} MB)"
+
     @property
     def phases(self) -> tuple[str, ...]:
         """Names of the phases, in the order in which they ended."""
@@ -142,8 +146,7 @@ def measure(
     """
     if not routines or rounds < 1 or warmup < 0:
         raise InvalidInput(
-            f"measure got {len(routines)} routines, rounds={rounds} and warmup={warmup} but at least one routine, one "
-            "round and a warm-up of 0 or more were needed."
+            f"measure got {len(routines)} routines, {rounds=}, {warmup=} but 1, 1, 0 or more were needed."
         )
     devices, names = list(devices), list(routines)
     taken: dict[Name, list[dict[str, float]]] = {name: [] for name in names}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rowprop.backprop.pick import BatchNorm
+from rowprop.backprop.pick import Attention, BatchNorm, Unit
 from rowprop.batch import take
-from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, wrong
+from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, check_within
 from rowprop.cost.findings import grouped
 from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, ignored, measure
 from rowprop.cost.timing import THINNED, MakeOptimizer, Variant, routines_of
@@ -32,6 +32,7 @@ from rowprop.thinning.blocks import repeated_blocks
 
 SAME, BY_POLICY, ANOTHER, EXPECTED = "same", "by policy", "another", "in expectation"  # gradients, see Way
 LEFT_OUT = "left out"  # in the place of a gradient: the engine could not be measured
+WHOLE_ROWS = LEFT_OUT, "its second forward takes whole rows, not tokens"
 IN_EXPECTATION = "it selects nothing, and its gradient is that of all rows in expectation"
 SHORT_S = 0.005  # a shorter plain step is mostly calls of ops, each of which costs tens of microseconds at any size
 Key = tuple[str, float]  # a way at a keep: its engine, and the keep
@@ -55,6 +56,8 @@ def plan(
     keep: float | Sequence[float] = (0.1, 0.25, 0.5, 0.75, 0.9),
     optimizer: str | None = "sgd",
     batchnorm: BatchNorm = None,
+    attention: Attention = "exact",
+    unit: Unit = "row",
     rounds: int = 7,
     seconds: float = 60.0,
     tick: Tick | None = None,
@@ -67,15 +70,18 @@ def plan(
     :func:`rowprop.thin`: the step of all rows with this ``keep`` after every block. Each way then runs at the keeps
     asked for, which the lines have not seen, as far as there is time. A way of another gradient than plain indexing's
     (``recompute`` with BatchNorm or dropout in training, ``thinned``) is listed, and never chosen. No engine follows
-    the :class:`~rowprop.cost.Plan` by itself; ``print(result.reason)`` is the short of it.
+    the :class:`~rowprop.cost.Plan` by itself; ``print(result)`` is the short of it.
 
     Args:
         model: An ``nn.Module``, measured in the modes it is in.
         batch: The whole batch, N rows, at least 2, as it will be trained on: costs depend on its sizes.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``. The plan is one for rows.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``; of tokens, of any shape.
         keep: Fraction kept, in (0, 1), or several; ``choice`` is for the first. Default 0.1, 0.25, 0.5, 0.75, 0.9.
         optimizer: It updates in each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``; None: none.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default None.
+        attention: How ``sliced`` treats attention between tokens: ``"exact"`` (default) or ``"cut"``, likewise.
+        unit: ``"row"`` (default) or ``"token"``: a loss per token, and N, K and ``keep`` are of tokens. The one way
+            beside ``masked`` is then ``sliced``.
         rounds: How often each step is measured at most, 1 or more. Default 7.
         seconds: The time that measuring may take, above 0; default 60. The plain step and each way at two numbers of
             kept rows are measured at least once; then the first keep asked for, a third number of rows for the lines,
@@ -99,20 +105,22 @@ def plan(
     check_trainable("plan", model, batch, losses_fn)
     keeps = _keeps(keep)
     check_choice("plan", "optimizer", optimizer, (*OPTIMIZERS, None))
-    Sliced(batchnorm=batchnorm)  # raises where there is no such policy
+    check_choice("plan", "unit", unit, ("row", "token"))
+    sliced = Sliced(batchnorm, attention)  # raises where there is no such policy
     check_whole("plan", "rounds", rounds, 1)
-    if not is_number(seconds) or seconds <= 0:
-        raise wrong("plan", "seconds", seconds, "a number above 0 was needed; 60 is the default.")
+    needed = "a number above 0 was needed; 60 is the default."
+    check_number("plan", "seconds", seconds, needed, lambda value: value > 0)
     check_tick("plan", tick)
     tell, begun_s = tick or ignored, time.perf_counter()
     tell(f"about {seconds:.0f} s at most", 0.0)
-    losses = score_without_graph(partial(losses_of, losses_fn), model, batch)
+    losses = score_without_graph(partial(losses_of, losses_fn, unit=unit), model, batch)
     n = losses.numel()
     if n < 2:
-        raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose from.")
-    ways = ["sliced", THINNED] if model.training and repeated_blocks(model) else ["sliced"]
-    gradients = {engine: (BY_POLICY, policy) for engine, policy in policies_on(model, batchnorm).items()}
-    if second := second_forward(model, batch, losses_fn, losses):
+        raise InvalidInput(f"plan got a batch of {n} {unit} but at least 2 were needed, to choose from.")
+    ways = ["sliced", THINNED] if unit == "row" and model.training and repeated_blocks(model) else ["sliced"]
+    gradients = {engine: (BY_POLICY, policy) for engine, policy in policies_on(model, batchnorm, attention).items()}
+    second = WHOLE_ROWS if unit == "token" else second_forward(model, batch, losses_fn, losses)
+    if second is not None:
         gradients["recompute"] = second
     if second is None or second[0] != LEFT_OUT:
         ways.append("recompute")
@@ -120,7 +128,7 @@ def plan(
     variants = {(engine, k): Variant(engine, k) for engine in ways for k in (*anchors, *keeps)}
     made = routines_of(
         model, batch, losses_fn, [Variant(), *variants.values()],
-        optimizer=None if optimizer is None else OPTIMIZERS[optimizer], batchnorm=batchnorm,
+        optimizer=None if optimizer is None else OPTIMIZERS[optimizer], sliced=sliced, unit=unit,
     )  # fmt: skip
     with made as (routines, devices):
         steps = {key: routines[variant] for key, variant in variants.items()}
@@ -131,8 +139,9 @@ def plan(
             routines[Variant()], steps, groups, devices, rounds=rounds, seconds=seconds, begun_s=begun_s, tell=tell
         )
     with backward_undone(model, batch), torch.enable_grad(), find_zeros(model) as zeros:
-        cast(Any, losses_of(losses_fn, model, batch).mean()).backward()
-    return replace(_fitted(plain, timings, n, anchors, keeps, gradients), zeros=next(iter(zeros.places), None))
+        cast(Any, losses_of(losses_fn, model, batch, unit=unit).mean()).backward()
+    fitted = _fitted(plain, timings, n, anchors, keeps, gradients)
+    return replace(fitted, unit=unit, zeros=next(iter(zeros.places), None))
 
 
 def _keeps(keep: object) -> list[float]:
@@ -141,7 +150,7 @@ def _keeps(keep: object) -> list[float]:
     if not keeps:
         raise InvalidInput("plan got no keep, but at least one fraction in (0, 1) was needed; a quarter is keep=0.25.")
     for fraction in keeps:
-        check_number("plan", "keep", fraction, "(0, 1)", lambda number: 0 < number < 1)
+        check_within("plan", "keep", fraction, "(0, 1)")
     return list(dict.fromkeys(map(float, keeps)))
 
 
@@ -398,7 +407,7 @@ class Plan:
     """The cost of each way beside the limit, and what the clock would choose. It changes nothing.
 
     Attributes:
-        num_rows: N.
+        num_rows: N, of rows or of tokens.
         full_s: Seconds of the plain step over all rows, the update included.
         full_bytes: Its peak.
         phases_s: Its seconds by phase; empty where only totals are known.
@@ -409,6 +418,7 @@ class Plan:
         rounds: How often each step was measured; None where nobody measured.
         spread: The middle half of the rounds over their median, in the median of all steps; None for one round.
         zeros: Where :func:`rowprop.skip_zeros` would save most of the plain step; None where it would save nothing.
+        unit: What is kept, ``"row"`` or ``"token"``.
     """
 
     num_rows: int
@@ -422,6 +432,10 @@ class Plan:
     rounds: int | None
     spread: float | None
     zeros: ZeroPlace | None = None
+    unit: Unit = "row"
+
+    def __repr__(self) -> str:
+        return f"{self.reason}\n{self.certainty}"
 
     @property
     def choice(self) -> Way:
@@ -533,10 +547,10 @@ def milliseconds(seconds: float) -> str:
 
 
 def _clauses(plan: Plan) -> Iterator[str]:
-    choice, plain = plan.choice, milliseconds(plan.full_s)
-    at = f"keep {choice.keep:g} (K = {choice.kept} of {plan.num_rows})"
+    choice, every, plain = plan.choice, f"all {plan.unit}s", milliseconds(plan.full_s)
+    at = f"keep {choice.keep:g} (K = {choice.kept} of {plan.num_rows}{' tokens' * (plan.unit == 'token')})"
     if choice.engine == "masked":
-        yield f"training on all rows is fastest at {at}: it takes {plain}, and the limit is {choice.limit:.2f} of it"
+        yield f"training on {every} is fastest at {at}: it takes {plain}, and the limit is {choice.limit:.2f} of it"
     else:
         known = "" if choice.measured_s is not None else ", predicted"
         yield (
@@ -560,11 +574,11 @@ def _where_it_pays(plan: Plan) -> str:
     paying = sorted(way.keep for way in plan.choices if way.engine != "masked")
     if plan.break_even_keep == 0 and not paying:
         if plan.full_s >= SHORT_S:
-            listed = "the ops that run on all rows at any keep"
-            return f"fewer rows save nothing, so look at `rowprop verify`, which lists {listed}"
+            listed = f"the ops that run on all {plan.unit}s at any keep"
+            return f"fewer {plan.unit}s save nothing, so look at `rowprop verify`, which lists {listed}"
         return (
             "the model is too small for selecting to pay here, which is expected of a toy model: a step this short is "
-            "mostly the fixed cost of calling ops, and fewer rows do not lower it"
+            f"mostly the fixed cost of calling ops, and fewer {plan.unit}s do not lower it"
         )
     if any(keep > plan.break_even_keep for keep in paying):  # no line: the measurements go up and down
         return f"selecting pays at keep {', '.join(f'{keep:g}' for keep in paying)} of the keeps asked for"

@@ -20,7 +20,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_leaves
 
-from rowprop.checks import check_tick, check_trainable, check_whole, wrong
+from rowprop.checks import check_kind, check_tick, check_trainable, check_whole
 from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Finding, Node, Observed, Op, diagnose, grouped
 from rowprop.cost.flops import counting, is_view
 from rowprop.cost.measure import Tick, Timing, accelerators, ignored, measure, profiled
@@ -105,6 +105,10 @@ class Profile:
     bytes_per_s: float
     device: str
 
+    def __repr__(self) -> str:
+        found = [f"{finding.kind} at {finding.where}. {finding.evidence} {finding.remedy}" for finding in self.findings]
+        return "\n".join([f"The backward takes {self.measured_ratio:.2f} times the forward.", *found])
+
     @property
     def measured_ratio(self) -> float:
         """Backward over forward, in time."""
@@ -164,8 +168,7 @@ def profile(
     check_whole("profile", "rounds", rounds, 1)
     check_tick("profile", tick)
     if trace is not None:
-        if not isinstance(cast(object, trace), Path):
-            raise wrong("profile", "trace", trace, "a Path was needed.", kind=True)
+        check_kind("profile", "trace", trace, Path, "a Path was needed.")
         check_writable(trace)
     tell = tick or ignored
     tell("warming up", 0.0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rowprop.backprop.pick import BatchNorm
+from rowprop.backprop.pick import BatchNorm, Unit
 from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, ignored, measure
 from rowprop.cost.where import check_graph
@@ -101,7 +101,7 @@ def measure_step(
         >>> [timing.phases for timing in found.values()]
         [('forward', 'backward', 'update'), ('score', 'select', 'forward', 'backward', 'update')]
     """
-    made = routines_of(model, batch, losses_fn, variants, optimizer=optimizer, batchnorm=batchnorm)
+    made = routines_of(model, batch, losses_fn, variants, optimizer=optimizer, sliced=Sliced(batchnorm))
     with made as (routines, devices):
         return measure(routines, devices=devices, rounds=rounds, warmup=warmup, limit_s=limit_s, tick=tick)
 
@@ -114,7 +114,8 @@ def routines_of(
     variants: Sequence[Variant],
     *,
     optimizer: MakeOptimizer | None,
-    batchnorm: BatchNorm,
+    sliced: Sliced,
+    unit: Unit = "row",
 ) -> Generator[tuple[dict[Variant, Routine], set[torch.device]]]:
     """Make the steps that :func:`measure_step` measures, with one optimizer for all; undo them after the block."""
     made = None if optimizer is None else optimizer([p for p in model.parameters() if p.requires_grad])
@@ -123,7 +124,7 @@ def routines_of(
     leaves = leaves_of(model, batch)
 
     def routine_of(variant: Variant) -> Routine:
-        selective = _selective(model, losses_fn, variant, batchnorm) if variant.engine in ENGINES else None
+        selective = _selective(model, losses_fn, variant, sliced, unit) if variant.engine in ENGINES else None
         blocks = list(blocks_of(model, None)) if variant.engine == THINNED else []
         generator = torch.Generator().manual_seed(0)
 
@@ -131,7 +132,7 @@ def routines_of(
             with ExitStack() as stack:
                 if variant.engine == THINNED:
                     stack.callback(thin(model, keep=variant.keep, blocks=blocks, generator=generator).remove)
-                loss = selective(batch, done) if selective else losses_of(losses_fn, model, batch).mean()
+                loss = selective(batch, done) if selective else losses_of(losses_fn, model, batch, unit=unit).mean()
                 check_graph(loss)
                 done("forward")
                 cast(Any, loss).backward()
@@ -150,7 +151,9 @@ def routines_of(
         yield {variant: routine_of(variant) for variant in variants}, devices_of(list(model.modules()), batch)
 
 
-def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNorm) -> Callable[..., Tensor]:
+def _selective(
+    model: nn.Module, losses_fn: LossesFn, variant: Variant, sliced: Sliced, unit: Unit
+) -> Callable[..., Tensor]:
     """Make a step of SelectiveBackprop that says where scoring, the forward and selecting end."""
     selector, done = TopK(variant.keep), ignored
     scored = "score" if variant.engine == "recompute" else "forward"
@@ -161,8 +164,8 @@ def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnor
         done("select")
         return selection
 
-    engine = Sliced(batchnorm) if variant.engine == "sliced" else variant.engine
-    step = SelectiveBackprop(model, losses_fn, select, engine=engine)
+    engine = sliced if variant.engine == "sliced" else variant.engine
+    step = SelectiveBackprop(model, losses_fn, select, engine=engine, unit=unit)
 
     def loss_of(batch: Any, running: Done) -> Tensor:
         nonlocal done

@@ -44,8 +44,7 @@ def check_graph(losses: Tensor) -> None:
     """Refuse losses whose backward cannot run."""
     if not losses.requires_grad:
         raise InvalidInput(
-            "The losses have no graph but a backward is to run; let losses_fn return them without detach() or "
-            "no_grad(), and at least one parameter require a gradient."
+            "The losses have no graph; let losses_fn use trainable parameters, and neither detach() nor no_grad()."
         )
 
 

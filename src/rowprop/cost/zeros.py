@@ -16,9 +16,9 @@ from rowprop.backprop.backward import Backward, running
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.zeros import MOST, live_entries
 from rowprop.batch import tensors
+from rowprop.checks import check_kind
 from rowprop.cost.flops import counting
 from rowprop.cost.where import Modules, current_node
-from rowprop.errors import InvalidInput
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ZeroPlace:
     zero_tokens: float | None
     saves: float
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         share, what = (self.zero_rows, "rows") if self.zero_tokens is None else (self.zero_tokens, "tokens")
         return f"{share:.0%} of the {what} at {self.module} have no gradient; skip_zeros there saves {self.saves:.0%}"
 
@@ -61,7 +61,7 @@ class ZeroReport:
     backward_flops: int = 0
     uncounted: dict[str, int] = field(default_factory=dict[str, int])
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self.places:
             return f"No zeros that are worth skipping in the gradients of {self.backwards} backwards."
         return f"{self.places[0]} of the backward's FLOPs."
@@ -94,8 +94,7 @@ def find_zeros(model: nn.Module) -> Generator[ZeroReport]:
         >>> print(report)
         70% of the rows at 1 have no gradient; skip_zeros there saves 70% of the backward's FLOPs.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"find_zeros got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
+    check_kind("find_zeros", "model", model, nn.Module, "a torch.nn.Module was needed.")
     seen, report = _Seen(model), ZeroReport()
     with ExitStack() as stack:
         for path, module in cast(Any, model).named_modules():

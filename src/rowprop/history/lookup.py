@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.batch import take
-from rowprop.checks import check_choice, check_losses_fn, check_numbers, check_whole
+from rowprop.checks import check_choice, check_kind, check_losses_fn, check_numbers, check_whole
 from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
 from rowprop.history.losses import LossHistory, check_ids, filled
@@ -103,8 +103,7 @@ def holdout_losses(
         >>> holdout_losses(model, lambda model, batch: model(batch).square(), batches).isnan().tolist()
         [False, False, True, True, False]
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"holdout_losses got a {type(model).__name__} as model but a torch.nn.Module was needed.")
+    check_kind("holdout_losses", "model", model, nn.Module, "a torch.nn.Module was needed.")
     check_losses_fn("holdout_losses", losses_fn)
     check_choice("holdout_losses", "unit", unit, ("row", "token"))
     found: list[tuple[Tensor, Tensor]] = []
@@ -175,9 +174,8 @@ class StaleScorer:
         """Return the losses, stored or fresh, ``(N,)``, float32; needs ids and a LossHistory in the context."""
         check_context("StaleScorer", context)
         ids, history = context.need("ids", "StaleScorer"), context.need("history", "StaleScorer")
-        if not isinstance(history, LossHistory):
-            needed = "a LossHistory was needed, which remembers losses; give SelectiveBackprop one."
-            raise InvalidInput(f"StaleScorer got a {type(history).__name__} as history but {needed}")
+        needed = "a LossHistory was needed, which remembers losses; give SelectiveBackprop one."
+        check_kind("StaleScorer", "history", history, LossHistory, needed)
         scores = history.losses_of(ids)
         stale = scores.isnan() | (history.age_of(ids) + 1 >= self.staleness)
         rows = stale.nonzero().squeeze(1)

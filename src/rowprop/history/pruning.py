@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from rowprop.checks import check_choice, check_entries, check_number, check_vector, check_whole, wrong
+from rowprop.checks import check_choice, check_entries, check_kind, check_vector, check_whole, check_within, wrong
 from rowprop.distributed import check_group
 from rowprop.errors import InvalidInput
 from rowprop.history.losses import LossHistory, check_ids, check_made_for, first_outside
@@ -69,13 +69,12 @@ class PruningSampler(Sampler[int]):
     group: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.history, LossHistory):  # pyright: ignore[reportUnnecessaryIsInstance]
-            needed = "a LossHistory was needed; give it the one that SelectiveBackprop gets."
-            raise InvalidInput(f"PruningSampler got a {type(self.history).__name__} as history but {needed}")
+        needed = "a LossHistory was needed; give it the one that SelectiveBackprop gets."
+        check_kind("PruningSampler", "history", self.history, LossHistory, needed)
         for name in ("num_rows", "epochs", "multiple_of", "num_replicas", "seed", "rank"):
             check_whole("PruningSampler", name, getattr(self, name), 0 if name in ("seed", "rank") else 1)
-        check_number("PruningSampler", "prune", self.prune, "[0, 1)", lambda value: 0 <= value < 1)
-        check_number("PruningSampler", "full_after", self.full_after, "[0, 1]", lambda value: 0 <= value <= 1)
+        check_within("PruningSampler", "prune", self.prune, "[0, 1)")
+        check_within("PruningSampler", "full_after", self.full_after, "[0, 1]")
         check_choice("PruningSampler", "shuffle", self.shuffle, (True, False))
         check_group("PruningSampler", self.group)
         super().__init__()

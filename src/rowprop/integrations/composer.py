@@ -135,8 +135,7 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
         step = self.step or self._make_step(state.model, self._losses_fn or self._losses, several=several)
         if state.auto_microbatching and (several or step.ranks is not None):
             raise InvalidInput(
-                "the trainer has device_train_microbatch_size='auto', but SelectiveBackpropAlgorithm needs all ranks "
-                "in each microbatch, and a rank that runs out of memory would leave the others waiting; give a number."
+                "device_train_microbatch_size='auto' would leave ranks waiting for one out of memory; give a number."
             )
 
     def _train(self, state: Any, batch: Any) -> Any:

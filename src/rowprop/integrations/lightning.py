@@ -96,8 +96,7 @@ class SelectiveBackpropCallback(Selects, _Callback):
     def _train(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> Tensor:
         if self._asked:
             raise InvalidInput(
-                "the optimizer asked for the loss of a batch more than once, as LBFGS does, but the rows are selected "
-                "anew each time; use an optimizer that asks once, e.g. torch.optim.SGD."
+                "the optimizer asks for a loss more than once, as LBFGS does; use one that asks once, e.g. SGD."
             )
         self._asked = True
         ids, batch = (None, batch) if cast(Any, self.step).history is None else batch

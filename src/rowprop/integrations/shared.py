@@ -125,9 +125,7 @@ def check_reduction(named: str, function: Any, instead: str) -> None:
         taken = dict(signature.parameters) if (signature := signature_of(function)) else {}
         if "reduction" not in taken and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
             remedy = f"add reduction='mean' to its arguments, or give {instead}."
-            raise InvalidInput(
-                f"{named} takes no reduction to switch off, but the loss of each row was needed; {remedy}"
-            )
+            raise InvalidInput(f"{named} takes no reduction, but the loss of each row was needed; {remedy}")
         reduction = taken["reduction"].default if "reduction" in taken else inspect.Parameter.empty
     if reduction not in ("mean", "none", inspect.Parameter.empty):
         needed = "'mean' was needed, because the loss of a selection is a mean"

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowprop.backprop.pick import Unit
+from rowprop.checks import check_kind
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations import shared
 from rowprop.scoring import LossesFn, per_row_mean
@@ -67,8 +68,7 @@ def select(
         In each update of several processes or micro-batches one multiplication of the gradients; of several processes
         also an all-reduce of seven numbers, for which the host does not wait.
     """
-    if not isinstance(trainer, _transformers.Trainer):
-        raise InvalidInput(f"select got a {type(trainer).__name__} but a transformers.Trainer was needed.")
+    check_kind("select", "trainer", trainer, _transformers.Trainer, "a transformers.Trainer was needed.")
     if any(isinstance(callback, SelectiveBackpropCallback) for callback in trainer.callback_handler.callbacks):
         raise InvalidInput("select got a trainer that selects already; call remove() on its handle first.")
     if shared.splits_rows(trainer):

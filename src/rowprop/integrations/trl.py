@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from rowprop.backprop.pick import Attention, pick
 from rowprop.backprop.zeros import skip_zeros
-from rowprop.checks import check_choice, check_entries
+from rowprop.checks import check_choice, check_entries, check_kind
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations import shared
 from rowprop.selection import Context, MaxVariance, PerClass, Stateful, TopK
@@ -45,8 +45,7 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
     """
     trl = shared.module_of("trl", least="1.15")
     check_choice("pick_answers", "attention", attention, ("exact", "cut"))
-    if not isinstance(trainer, trl.SFTTrainer):
-        raise InvalidInput(f"trainer is of type {type(trainer).__name__} but a trl.SFTTrainer was needed.")
+    check_kind("pick_answers", "trainer", trainer, trl.SFTTrainer, "a trl.SFTTrainer was needed.")
     model = shared.unwrapped(trainer)  # TRL gave its forward the head
     if model.base_model is model:
         flaw = "no backbone that is a module of its own, so its head is not apart from it"
@@ -122,8 +121,7 @@ def select_answers(
         Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300 (GRPO).
     """
     trl = shared.module_of("trl", least="1.16")
-    if not isinstance(trainer, trl.GRPOTrainer):
-        raise InvalidInput(f"select_answers got a {type(trainer).__name__} but a trl.GRPOTrainer was needed.")
+    check_kind("select_answers", "trainer", trainer, trl.GRPOTrainer, "a trl.GRPOTrainer was needed.")
     if isinstance(getattr(trainer._compute_loss, "__self__", None), SelectedAnswers):
         raise InvalidInput("select_answers got a trainer that selects already; call remove() on its handle first.")
     check_choice("select_answers", "advantages", advantages, ("all", "kept"))

@@ -45,20 +45,16 @@ class Yardstick:
         """Measure the oracle's rounding errors on two runs of it that round differently, if it can be compared with."""
         if oracle.changed:
             raise InvalidInput(
-                f"The backward itself changed {oracle.changed[0]} (an optimizer inside a hook?) but verify needs one "
-                "that only computes gradients; remove such hooks first. The old values were put back."
+                f"The backward changed {oracle.changed[0]}, which is put back; remove the hook that does it, first."
             )
         grads = {name: grad for name, grad in oracle.grads.items() if grad is not None}
         if len(zero_gradients(oracle)) == len(grads):
             raise InvalidInput(
-                "No parameter gets a gradient other than zero from the kept rows, so there is nothing to compare; "
-                "check that losses_fn runs this model and that its parameters require gradients."
+                "No parameter gets a gradient other than zero from the kept rows; does losses_fn run this model?"
             )
         for name, grad in grads.items():
             if not bool(_wide(grad).isfinite().all()):
-                raise InvalidInput(
-                    f"The plain gradient of {name} is not finite; check the batch and the losses' scale."
-                )
+                raise InvalidInput(f"The plain gradient of {name} is not finite; check the batch and the losses.")
         errors = cls(tolerance, {}).compare("", oracle, again).errors
         worst = max(errors, key=lambda entry: entry.error)
         if worst.error > math.sqrt(tolerance):

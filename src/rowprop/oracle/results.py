@@ -101,6 +101,9 @@ class Verification:
     buffers: list[str]
     rng_differs: bool
 
+    def __repr__(self) -> str:
+        return self.verdict
+
     @property
     def agrees(self) -> bool:
         """Whether the engine does as documented: every status but ``"disagrees"``."""

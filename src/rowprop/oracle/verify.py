@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rowprop.backprop.pick import Attention, BatchNorm, Unit
 from rowprop.backprop.watch import watch
-from rowprop.checks import check_choice, check_number, check_tick, check_trainable, is_number, shown
+from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_within, shown
 from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import Locator
@@ -75,7 +75,7 @@ def verify(
         tick: Called before each step with a line on the step and the fraction of all work done. Default None.
 
     Returns:
-        A :class:`~rowprop.oracle.Verification`; ``print(result.verdict)`` and ``result.agrees`` are the short of it.
+        A :class:`~rowprop.oracle.Verification`; ``print(result)`` and ``result.agrees`` are the short of it.
 
     Raises:
         InvalidInput: An argument is out of its range; all rows are kept, which leaves nothing to check; no parameter
@@ -103,8 +103,9 @@ def verify(
     check_choice("verify", "engine", engine, ("sliced", "recompute"))
     check_choice("verify", "batchnorm", batchnorm, (None, "rows", "exact"))
     check_choice("verify", "attention", attention, ("exact", "cut"))
-    if tolerance is not None and not (is_number(tolerance) and tolerance > 0):
-        raise InvalidInput(f"verify got tolerance={tolerance!r} but a positive number was needed; None is the default.")
+    if tolerance is not None:
+        needed = "a positive number was needed; None is the default."
+        check_number("verify", "tolerance", tolerance, needed, lambda value: value > 0)
     checked = Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
     bench = Bench(model, batch, losses_fn, _selector(keep, rows, seed), unit, tick)
     oracle = bench.run(Masked())
@@ -146,7 +147,7 @@ def _selector(keep: float, rows: Tensor | None, seed: int) -> Selector:
     if not isinstance(cast(object, seed), int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
         raise InvalidInput(f"verify got seed={seed!r} but a whole number of at most 64 bits was needed.")
     if rows is None:
-        check_number("verify", "keep", keep, "(0, 1)", lambda keep: 0 < keep < 1)
+        check_within("verify", "keep", keep, "(0, 1)")
     elif not isinstance(cast(object, rows), Tensor) or rows.ndim != 1 or rows.dtype != torch.int64 or not len(rows):
         raise InvalidInput(f"verify got rows={shown(rows)} but row indices were needed: a tensor (K,), int64, K >= 1.")
 

@@ -15,8 +15,10 @@ from rowprop.checks import (
     check_choice,
     check_function,
     check_generator,
+    check_kind,
     check_tensor,
     check_whole,
+    check_within,
     checked_device,
     is_number,
     shown,
@@ -66,8 +68,8 @@ class Context:
     positions: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.progress is not None and (not is_number(self.progress) or not 0 <= self.progress <= 1):
-            raise wrong("Context", "progress", self.progress, "a fraction of the training in [0, 1] was needed.")
+        if self.progress is not None:
+            check_within("Context", "progress", self.progress, "[0, 1]", "; half of the training is progress=0.5")
         for name, values in self.columns.items():
             if not _are_whole(values):
                 raise InvalidInput(f"{name} came as {described(values)} but int64 of shape (N,) was needed.")
@@ -108,8 +110,7 @@ NOTHING = Context()  # of a selector that is called with scores alone
 
 def check_context(owner: str, context: object) -> None:
     """Refuse a value that is no context."""
-    if not isinstance(context, Context):
-        raise wrong(owner, "context", context, "a rowprop.selection.Context was needed.", kind=True)
+    check_kind(owner, "context", context, Context, "a rowprop.selection.Context was needed.")
 
 
 def check_fits(context: Context, num_rows: int) -> None:

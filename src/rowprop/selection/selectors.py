@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_entries, check_numbers, check_tensor, check_whole, is_number, takes, wrong
+from rowprop.checks import check_entries, check_number, check_numbers, check_tensor, check_whole, check_within, takes
 from rowprop.errors import InvalidInput
 from rowprop.scoring import described
 from rowprop.selection.base import NOTHING, Context, Selection, check_context, check_fits, mean_unread, unread
@@ -70,9 +70,7 @@ def check_fraction(name: str, field: str, value: object, *, zero_too: bool = Fal
     """Refuse a value that is no fraction; a schedule, where one may be, is asked later."""
     if schedule and callable(value) and not isinstance(value, type) and takes(value, 1):
         return
-    if not is_number(value) or not 0 <= cast("float", value) <= 1 or (value == 0 and not zero_too):
-        bracket = "[" if zero_too else "("
-        raise wrong(name, field, value, f"a fraction in {bracket}0, 1] was needed; write a quarter as {field}=0.25.")
+    check_within(name, field, value, "[0, 1]" if zero_too else "(0, 1]", f"; write a quarter as {field}=0.25")
 
 
 def fraction_at(name: str, field: str, value: Keep, context: Context, *, zero_too: bool = False) -> float:
@@ -250,9 +248,8 @@ class Threshold(Checked):
     at_least: float
 
     def __post_init__(self) -> None:
-        if not is_number(self.at_least):
-            needed = "a finite number was needed, in the unit of the scores; for a fraction of the rows use TopK."
-            raise wrong("Threshold", "at_least", self.at_least, needed)
+        needed = "a finite number was needed, in the unit of the scores; for a fraction of the rows use TopK."
+        check_number("Threshold", "at_least", self.at_least, needed)
 
     def _choose(self, scores: Tensor, context: Context) -> Selection:
         return mean_of((scores >= float(self.at_least)).nonzero().squeeze(1), scores)
@@ -404,9 +401,8 @@ class PercentileSampling(Checked):
     _scores: Tensor = field(default_factory=lambda: torch.empty(0), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not is_number(self.beta) or self.beta < 0:
-            needed = "a number of at least 0 was needed; 1 keeps half of the rows, 3 a quarter."
-            raise wrong("PercentileSampling", "beta", self.beta, needed)
+        needed = "a number of at least 0 was needed; 1 keeps half of the rows, 3 a quarter."
+        check_number("PercentileSampling", "beta", self.beta, needed, lambda value: value >= 0)
         check_whole("PercentileSampling", "recent", self.recent, 1)
         check_fraction("PercentileSampling", "floor", self.floor, zero_too=True)
 
@@ -475,10 +471,9 @@ class ImportanceSampling(Checked):
 
     def __post_init__(self) -> None:
         check_fraction("ImportanceSampling", "keep", self.keep, schedule=True)
-        if self.gate is not None and not is_number(self.gate):
-            raise wrong("ImportanceSampling", "gate", self.gate, "a number or None was needed.")
-        if not is_number(self.smoothing) or not 0 <= self.smoothing < 1:
-            raise wrong("ImportanceSampling", "smoothing", self.smoothing, "a number in [0, 1) was needed.")
+        if self.gate is not None:
+            check_number("ImportanceSampling", "gate", self.gate, "a number or None was needed.")
+        check_within("ImportanceSampling", "smoothing", self.smoothing, "[0, 1)")
 
     def _choose(self, scores: Tensor, context: Context) -> Selection:
         num_rows, keep = scores.numel(), fraction_at("ImportanceSampling", "keep", self.keep, context)
@@ -518,8 +513,7 @@ class ImportanceSampling(Checked):
         """Continue from the ``tau`` of ``state``; a state that is refused is not loaded."""
         owner = "ImportanceSampling.load_state_dict"
         check_entries(owner, state, ("tau",))
-        if not is_number(state["tau"]) or state["tau"] < 0:
-            raise wrong(owner, "tau", state["tau"], "a number of at least 0 was needed.")
+        check_number(owner, "tau", state["tau"], "a number of at least 0 was needed.", lambda value: value >= 0)
         self.tau = float(state["tau"])
 
 

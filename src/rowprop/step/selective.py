@@ -16,6 +16,7 @@ from rowprop.checks import (
     check_choice,
     check_entries,
     check_function,
+    check_kind,
     check_losses_fn,
     check_whole,
     signature_of,
@@ -575,9 +576,8 @@ def _history_of(given: object) -> tuple[LossHistory | None, PruningSampler | Non
 
     if isinstance(given, PruningSampler):
         return given.history, given
-    if not isinstance(given, LossHistory):
-        raise wrong(_OWNER, "history", given, "a LossHistory() or a PruningSampler was needed.", kind=True)
-    return given, None
+    check_kind(_OWNER, "history", given, LossHistory, "a LossHistory() or a PruningSampler was needed.")
+    return cast(LossHistory, given), None
 
 
 def _check(step: SelectiveBackprop) -> None:
@@ -591,10 +591,8 @@ def _check(step: SelectiveBackprop) -> None:
     if scorer is not None:
         needed = "a function of the model and the batch, and of a context if it is called so, was needed."
         check_function(_OWNER, "scorer", scorer, 3 if wants_context(scorer) else 2, needed)
-    if not isinstance(cast("object", step.schedule), Schedule | None):
-        raise wrong(_OWNER, "schedule", step.schedule, "an instance of Schedule was needed.", kind=True)
-    if not isinstance(cast("object", step.ranks), Ranks | None):
-        raise wrong(_OWNER, "ranks", step.ranks, "rowprop.distributed.Local() or Global() was needed.", kind=True)
+    check_kind(_OWNER, "schedule", step.schedule, Schedule | None, "an instance of Schedule was needed.")
+    check_kind(_OWNER, "ranks", step.ranks, Ranks | None, "rowprop.distributed.Local() or Global() was needed.")
     for name in ("total_steps", "accumulate_to", "min_rows"):
         if (value := getattr(step, name)) is not None:
             check_whole(_OWNER, name, value, 1, "a whole number, 1 or more, was needed; None is the default.")

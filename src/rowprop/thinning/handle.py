@@ -20,7 +20,7 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import Unit
 from rowprop.backprop.sliced import RowSlice
 from rowprop.batch import tensors
-from rowprop.checks import check_choice, check_entries, check_generator, check_number, check_vector, shown
+from rowprop.checks import check_choice, check_entries, check_generator, check_kind, check_vector, check_within, shown
 from rowprop.distributed import own_rank
 from rowprop.engines import uses_batch_statistics
 from rowprop.errors import InvalidInput
@@ -92,11 +92,10 @@ def thin(
         >>> handle.record.keep
         {'2': 0.5, '1': 0.5, '0': 0.5}
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"thin got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
-    check_number("thin", "tau", tau, "(0, 1)", lambda value: 0 < value < 1)
+    check_kind("thin", "model", model, nn.Module, "a torch.nn.Module was needed.")
+    check_within("thin", "tau", tau, "(0, 1)", "; 0.025 is the default")
     if keep is not None:
-        check_number("thin", "keep", keep, "(0, 1]", lambda value: 0 < value <= 1)
+        check_within("thin", "keep", keep, "(0, 1]")
     check_choice("thin", "unit", unit, ("row", "token"))
     check_generator("thin", generator)
     if generator is not None and generator.device.type != "cpu":

@@ -151,10 +151,7 @@ def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
         raise InvalidInput(f"model {name!r} is unknown; the models are {', '.join(MODELS)} and module:callable.")
     model, _, losses_fn = make_model(name)  # a batch that comes with it is for the other commands
     if losses_fn is not None:
-        remedy = "return the model, or (model, batch)."
-        raise InvalidInput(
-            f"model {name!r} brings its own losses, but all methods are compared by cross entropy; {remedy}"
-        )
+        raise InvalidInput(f"model {name!r} brings its own losses; cross entropy is compared; return (model, batch).")
     return model
 
 

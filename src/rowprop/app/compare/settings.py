@@ -204,9 +204,7 @@ class Settings:
                 raise InvalidInput(f"{name} is {amount}, but a positive number was needed.")
         for method in self.parsed_methods:
             if self.seconds is not None and method.name == PLAIN:
-                raise InvalidInput(
-                    f"{method.label} has no meaning under seconds: there full has the cost of each method."
-                )
+                raise InvalidInput(f"{method.label} has no meaning under seconds, where full has each method's cost.")
             if self.epochs == 1 and method.kind.whole_first_epoch:
                 needs = f"{method.label} trains the first epoch whole and needs at least 2"
                 raise InvalidInput(f"epochs is 1, but {needs}; raise --epochs, or name other methods.")

@@ -51,10 +51,7 @@ def backend(graph: Any, inputs: Sequence[Any], *, options: dict[str, Any] | None
     """
     kernels = (options or {}).get("kernels", "inductor")
     if set(options or {}) - {"kernels"} or kernels not in ("inductor", "eager"):
-        raise InvalidInput(
-            f"options={options!r} was given but the rowprop backend needs nothing, or {{'kernels': 'inductor'}} or "
-            "{'kernels': 'eager'}."
-        )
+        raise InvalidInput(f"options={options!r} came but none or {{'kernels': 'inductor'}} or 'eager' was needed.")
     import torch._functorch.config as functorch_config
     from torch._guards import TracingContext
 
@@ -136,10 +133,11 @@ def _is_ours(region: Any) -> bool:
 @function_rule(_is_region, positions=True)
 def _compiled_region(node: Any, backward: Callable[..., Any], *grads: Any) -> Any:
     if not _is_ours(node._forward_cls):
-        return Densify("compiled by another backend: torch.compile(model, backend='rowprop') keeps it sliced")
+        return Densify("compiled by another backend; torch.compile(model, backend='rowprop') keeps it sliced")
     if any(type(g) is RowSlice and g.layout.minor for g in grads):
         if any(type(g) is RowSlice and g.rows.attention == "cut" for g in grads):
-            return Densify("a compiled region takes whole sequences, which attention='cut' does not leave whole")
+            whole = "a compiled region takes whole sequences, which attention='cut' does not leave whole"
+            return Densify(f"{whole}; leave attention uncompiled")
         united = unite([whole_rows(g) for g in grads], {})
         if united is None:
             return Densify("gradients sliced over different batches meet")

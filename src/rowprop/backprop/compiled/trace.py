@@ -14,7 +14,7 @@ from rowprop.backprop.layout import Layout, view
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import RULES, op_name
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, gather_plain
+from rowprop.backprop.sliced import NO_RULE, Densify, RowSet, RowSlice, Zeros, gather_plain
 
 aten: Any = torch.ops.aten
 prims: Any = torch.ops.prims
@@ -78,12 +78,14 @@ class OnRows(Run):
         op, args, kwargs = self._usual(target, args, kwargs)
         if getattr(op, "_schema", None) is not None and op._schema.is_mutable:
             raise NotImplementedError(f"{op} writes to a gradient")
-        rule, outcome = RULES.get(op), cast(Any, Densify("no rule for this op"))
+        rule, outcome = RULES.get(op), cast(Any, Densify(NO_RULE))
         if rule is not None:
             try:
                 outcome = apply_rule(rule, op, list(args), kwargs)
             except self.unreadable:
-                outcome = Densify("the rule has to look at indices, which a compiled graph cannot")
+                outcome = Densify(
+                    "the rule has to look at indices, which a compiled graph cannot; leave the op uncompiled"
+                )
         self.notes.append((op_name(op), outcome.reason if type(outcome) is Densify else None))
         if type(outcome) is not Densify:
             return outcome

@@ -66,11 +66,12 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     wanted = wanted if wanted is None or isinstance(wanted, bool) else wanted[-1]
     dims = (0, 0, 0) if wanted is None else (0, 0, 0, 0 if wanted and per_row else None)
     if call.dropout_p > 0:
-        return Densify("dropout inside the kernel depends on where a row stood in the batch", g, dims)
+        return Densify("dropout inside the kernel depends on where a row stood in the batch; set dropout_p=0", g, dims)
     # Under this variable, cuDNN chooses a format of the log-sum-exp by the operands' strides, in the forward and again
     # in the backward (MHA.cpp, use_ragged_in_dense). Kept rows may have other strides, so the choices could differ.
     if "cudnn" in op.__name__ and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
-        return Densify("TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 ties the kernel to the strides of all rows", g, dims)
+        tied = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 ties the kernel to the strides of all rows; unset it"
+        return Densify(tied, g, dims)
     if wanted and not per_row:
         return Densify("the bias that needs a gradient does not have the shape of the scores")
     # A part of a wider gradient may begin anywhere, and the kernels load 16 bytes at a time.

@@ -19,7 +19,7 @@ def embedding_backward(op: Any, g: RowSlice, indices: Tensor, num: Any, padding_
     if g.layout.holds(g.ndim - 1):
         return Densify("the batch lies in the embedding's width")
     if by_freq:
-        return Densify("scale_grad_by_freq counts the indices of all rows")
+        return Densify("scale_grad_by_freq counts the indices of all rows; leave it off")
     return op(g.values, g.take(indices), num, padding_idx, False)
 
 
@@ -30,7 +30,8 @@ def embedding_bag_backward(op: Any, g: Any, *args: Any) -> Any:
     if type(g) is not RowSlice or g.dim != 0:
         return Densify("the batch lies in the embedding's width")
     if call.scale_grad_by_freq or call.first("sparse"):
-        return Densify("the indices of all rows are counted, or listed in a sparse gradient")
+        counted = "the indices of all rows are counted, or listed in a sparse gradient"
+        return Densify(f"{counted}; leave scale_grad_by_freq and sparse off")
     kept: dict[str, Any] = {}
     for name in ("bag_size", "maximum_indices"):  # CUDA saves a bag too many with a last offset
         saved = getattr(call, name)

@@ -174,9 +174,7 @@ def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Calla
         base, own = cast("list[Any]", [torch.autograd.Function, function])
         is_function = isinstance(own, type) and issubclass(own, base)
         if not is_function or (own.backward is base.backward and own.vjp is base.vjp):
-            raise InvalidInput(
-                f"rowwise decorates {function!r} but a subclass of torch.autograd.Function with a backward was needed."
-            )
+            raise InvalidInput(f"rowwise got {function!r} but a torch.autograd.Function with a backward was needed.")
         if function in FUNCTION_RULES:
             raise InvalidInput(f"{function.__qualname__} is declared row by row twice; keep one declaration.")
         function_rule(function)(rule)
@@ -189,13 +187,10 @@ def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:
     several = isinstance(dims, (list, tuple))
     every = tuple(cast("Sequence[Any]", dims)) if several else (dims,)
     if not all(d is None or (isinstance(d, int) and not isinstance(d, bool) and d >= 0) for d in every):
-        raise InvalidInput(
-            f"{name} is {dims!r} but a dimension of 0 or more was needed, None where a tensor has no rows, or a tuple "
-            "of those, one for each tensor."
-        )
+        raise InvalidInput(f"{name} is {dims!r} but a dimension from 0 on, None for no rows, or a tuple was needed.")
     return every if several else every[0]
 
 
 @function_rule("torch.nn.modules._functions.SyncBatchNorm")
 def _sync_batch_norm(node: Any, backward: Any, *grads: Any) -> Densify:
-    return Densify("BatchNorm takes its statistics over the rows of all processes")
+    return Densify("BatchNorm takes its statistics over the rows of all processes; eval() freezes them")

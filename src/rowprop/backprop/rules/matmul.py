@@ -82,7 +82,8 @@ def _of_tokens(op: Any, a: Any, b: Any, turned: bool = False) -> Any:
         note("cut", op_name(op))
         return kept.of_kept(out, keys)
     if g.rows.attention == "cut":
-        note_densified(op_name(op), "not cut: keys are known by a softmax over as many scores as there are queries")
+        known = "not cut: keys are known by a softmax over as many scores as there are queries"
+        note_densified(op_name(op), f"{known}; scaled_dot_product_attention is cut")
     return out
 
 

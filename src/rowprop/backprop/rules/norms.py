@@ -81,16 +81,17 @@ def batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
 def _needs_all_rows(g: RowSlice) -> str | None:
     """Why the rows' policy takes the exact gradient at this BatchNorm, which needs all rows; None if it projects."""
     if g.rows.batchnorm == "exact":
-        return "batchnorm='exact': the batch's statistics mix its rows"
+        return f"batchnorm='exact': {_MIX}"
     if g.rows.batchnorm == "rows":
         return None
     # Positions of one row resemble each other, so many positions do not make up for few rows.
     kept = g.rows.stands_for()[0].kept
     few = kept < FEWEST_ROWS or kept * g.layout.outer * g.layout.inner * prod(g.shape[2:]) < FEWEST_VALUES
     _warn_once(few)
-    return f"batchnorm=None is 'exact' for {_FEW}: the batch's statistics mix its rows" if few else None
+    return f"batchnorm=None is 'exact' for {_FEW}: {_MIX}" if few else None
 
 
+_MIX = "the batch's statistics mix its rows; batchnorm='rows' projects, an approximation"
 FEWEST_ROWS, FEWEST_VALUES = 16, 32
 """``batchnorm=None`` projects from so many kept rows and so many of their values per channel on, see ``_MEASURED``."""
 

@@ -186,7 +186,8 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         return Densify("adding something that is not a gradient does not map zero to zero")
     origin = g.rows.origin
     if origin is None or g.rows.unique or g.rows.num_rows >= origin.num_rows:
-        return Densify("a gradient of all rows is added to it: a mean that losses are divided by, or pairs of rows")
+        added = "a gradient of all rows is added to it: a mean that losses are divided by, or pairs of rows"
+        return Densify(f"{added}; detach() a mere scale")
     # Positions of a parameter, such as a prefix: few, and none of them a row of the batch.
     return op(g.dense(), other, alpha=alpha) if g is a else op(other, g.dense(), alpha=alpha)
 
@@ -240,7 +241,7 @@ def new_empty_strided(op: Any, g: RowSlice, size: Sequence[int], stride: Sequenc
     if not g.rows.copying:
         return fresh(op, g, size, stride, **kwargs)
     if not is_contiguous(size, stride):
-        return Densify("an in-place op on a view of a tensor that is not contiguous")
+        return Densify("an in-place op on a view of a tensor that is not contiguous; write out of place")
     return zeros(op, g, size, **kwargs)
 
 

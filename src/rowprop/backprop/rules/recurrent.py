@@ -22,14 +22,15 @@ _GRADS = "grad_output", "grad_hy", "grad_cy"
 def _rows(call: Call, dims: Sequence[int], results: Sequence[int | None]) -> Any:
     """One of the gradients, all of which have their rows in ``dims``; or why the layer runs at full size."""
     if call.batch_sizes:
-        return Densify("packed sequences hold a different number of rows at every step")
+        return Densify("packed sequences hold a different number of rows at every step; pad them")
     given = [(getattr(call, name), dim) for name, dim in zip(_GRADS, dims, strict=True)]
     found = [(g, dim) for g, dim in given if g is not None]
     first = found[0][0]
     if any(type(g) is not RowSlice or first.layout.at(dim) != g.layout for g, dim in found):
         return Densify(_MIXED)
     if call.train and call.first("dropout"):
-        return Densify("dropout between the layers would be drawn anew", first, tuple(results))
+        drawn = "dropout between the layers would be drawn anew; use single layers with nn.Dropout between them"
+        return Densify(drawn, first, tuple(results))
     if 3 * first.rows.kept > 2 * first.rows.num_rows:  # a backward costs two forwards
         reason = "more than two thirds of the rows are kept, and running them forward again would cost more"
         return Densify(reason, first, tuple(results))

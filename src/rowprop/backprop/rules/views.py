@@ -16,7 +16,7 @@ from rowprop.backprop.rules.apply import end_to_end, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import Affine, Densify, RowSet, RowSlice, Zeros, whole_rows
+from rowprop.backprop.sliced import AT_ONCE, Affine, Densify, RowSet, RowSlice, Zeros, whole_rows
 from rowprop.host import waits
 
 
@@ -171,7 +171,7 @@ def select(op: Any, g: RowSlice, dim: int, index: int) -> Any:
     if not g.layout.holds(dim):
         return g.like(op(g.values, dim, index), lay.remove(g.layout, [dim]))
     if not g.layout.minor:
-        return Densify("one element of the batch dimension is selected")
+        return Densify(f"one element of the batch dimension is selected; {AT_ONCE}")
     one = g.renumbered(dim, 1, Affine(offset=-(index % g.shape[dim])))
     return op(one, dim, 0) if isinstance(one, Tensor) else select(op, one, dim, 0)
 
@@ -182,7 +182,7 @@ def unbind(op: Any, g: RowSlice, dim: int = 0) -> Any:
     dim, g = dim % g.ndim, _unplaced(g)
     if g.layout.holds(dim):
         if not g.layout.minor:
-            return Densify("the batch dimension is taken apart")
+            return Densify(f"the batch dimension is taken apart; {AT_ONCE}")
         if _many_pieces(g, g.shape[dim]):
             return list(g.dense().unbind(dim))
         return [select(torch.ops.aten.select.int, g, dim, index) for index in range(g.shape[dim])]
