@@ -36,6 +36,7 @@ from torch import Tensor
 import rowprop
 from bench_step import RESULTS, device_stem, save, setting, spread
 from rowprop.integrations.trl import select_answers
+from zeros import words
 
 VOCABULARY = 64
 SIZES = {"answers": 40, "group": 8, "prompt": 32, "answer": 64, "width": 192, "depth": 4, "vocabulary": 2048}
@@ -52,13 +53,8 @@ STEPS = {"max_steps": 200, "per_device_train_batch_size": 4, "num_generations": 
 def trainer_of(model: Any, reward: Callable[..., Any], folder: Path, vocabulary: int = VOCABULARY, **more: Any) -> Any:
     """A GRPOTrainer on the CPU for prompts of tokens, with a tokenizer whose words are numbers."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
-    words = Tokenizer(models.WordLevel({f"w{place}": place for place in range(vocabulary)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", eos_token="w2")
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 7, (64,), generator=generator).tolist()
     texts = [" ".join(f"w{int(t)}" for t in torch.randint(3, vocabulary, (n,), generator=generator)) for n in lengths]
@@ -66,9 +62,8 @@ def trainer_of(model: Any, reward: Callable[..., Any], folder: Path, vocabulary:
     quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
     plain = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "optim": "sgd"}
     config = GRPOConfig(output_dir=str(folder), **quiet | plain | more)
-    return GRPOTrainer(
-        model=model, reward_funcs=reward, args=config, processing_class=tokenizer, train_dataset=data, eval_dataset=data
-    )
+    tokenizer = words(vocabulary)
+    return GRPOTrainer(model, reward, config, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
 
 
 def llama(vocabulary: int = VOCABULARY, width: int = 32, depth: int = 2, **more: Any) -> Any:

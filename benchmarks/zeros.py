@@ -192,15 +192,14 @@ def distilled(_: Path) -> Training:
 # --- TRL --------------------------------------------------------------------------------------------------------------
 
 
-def words() -> Any:
+def words(vocabulary: int = VOCABULARY) -> Any:
     """A tokenizer whose words are numbers."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = ["<unk>", "<pad>", "<eos>", *(f"w{place}" for place in range(3, VOCABULARY))]
-    made = Tokenizer(models.WordLevel({name: place for place, name in enumerate(names)}, unk_token="<unk>"))
+    made = Tokenizer(models.WordLevel({f"w{place}": place for place in range(vocabulary)}, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w1", eos_token="w2")
 
 
 def text(length: int, generator: torch.Generator) -> str:

@@ -13,24 +13,27 @@ over the plain one's beside it: medians over the rounds, with the quartiles.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import rowprop
-from bench_step import spread
+from bench_step import RESULTS, save, setting, spread
 from bench_tokens import CPU, MODELS, token_losses
 from rowprop.backprop import zeros
 
 SHARES = (0.5, 0.7, 0.8, 0.9)
 
 
-def masks(size: tuple[int, int]) -> dict[str, Tensor]:
+def masks(size: tuple[int, int], shares: Sequence[float]) -> dict[str, Tensor]:
     """For each line of break-even the tokens that count, (N, T)."""
     found: dict[str, Tensor] = {}
-    for share in SHARES:
+    for share in shares:
         tokens = torch.zeros(size[0] * size[1], dtype=torch.bool)
         tokens[torch.randperm(tokens.numel())[: round(share * tokens.numel())]] = True
         rows = torch.zeros(size, dtype=torch.bool)
@@ -40,7 +43,7 @@ def masks(size: tuple[int, int]) -> dict[str, Tensor]:
     return found
 
 
-def measured(name: str, rounds: int) -> dict[str, dict[str, float]]:
+def measured(name: str, rounds: int, shares: Sequence[float]) -> dict[str, dict[str, float]]:
     """The ratios of one decoder."""
     size = CPU[name]
     torch.manual_seed(0)
@@ -49,7 +52,7 @@ def measured(name: str, rounds: int) -> dict[str, dict[str, float]]:
     batch = ids[:, :-1], ids[:, 1:]
     handle = rowprop.skip_zeros(model)
     everything = torch.ones(batch[1].shape, dtype=torch.bool)
-    cases = {"skip_zeros": everything, **masks((2 * size.sequences, size.steps))}
+    cases = {"skip_zeros": everything, **masks((2 * size.sequences, size.steps), shares)}
     ratios: dict[str, list[float]] = {}
 
     def backward(mask: Tensor, skips: bool) -> tuple[float, float]:
@@ -78,17 +81,26 @@ def measured(name: str, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Print a table for each decoder; every share is sliced, whatever `skip_zeros` would do."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    """Measure, print, and write JSON and markdown; every share is sliced, whatever `skip_zeros` would do."""
+    doc = __doc__ or ""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7, help="default %(default)s")
     parser.add_argument("--workloads", default="gpt,llama", help="comma-separated (default %(default)s)")
+    parser.add_argument("--shares", type=float, nargs="*", default=SHARES, help="live shares (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     zeros.MOST = 0.95
+    about, found = setting(torch.device("cpu"), 1), dict[str, dict[str, dict[str, float]]]()
+    command = " ".join(["python benchmarks/zeros_cost.py", *sys.argv[1:]])
+    page = f"# What looking for zeros costs\n\n`{command}`: {', '.join(f'{k} {v}' for k, v in about.items())}\n\n{doc}"
     for name in args.workloads.split(","):
-        print(f"\n{name}: {CPU[name]}, twice the sequences\n\n| | ratio (quartiles) |\n|---|---|")
-        for case, ratio in measured(name, args.rounds).items():
-            print(f"| {case} | {ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f}) |", flush=True)
+        page += f"\n## {name}\n\n{CPU[name]}, twice the sequences\n\n| | ratio (quartiles) |\n|---|---|\n"
+        found[name] = measured(name, args.rounds, args.shares)
+        for case, ratio in found[name].items():
+            page += f"| {case} | {ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f}) |\n"
+        save(args.out, "zeros-cost-cpu-1-threads", {"setting": about, "ratios": found}, page)
+    print(page)
 
 
 if __name__ == "__main__":

@@ -100,8 +100,10 @@ def whole(parts: list[Batch]) -> Batch:
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (world(),))
+def sharded(model: nn.Module, *replicas: int) -> nn.Module:
+    """FSDP2 over all ranks, or HSDP: so many replicas, each over its part of the ranks."""
+    sizes = *replicas, world() // math.prod(replicas)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
     for child in model.children():
         fully_shard(child, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -109,7 +111,9 @@ def sharded(model: nn.Module) -> nn.Module:
 
 def wrapped(wrapper: str, model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
-    return DistributedDataParallel(model) if wrapper == "ddp" else sharded(model)
+    if wrapper == "ddp":
+        return DistributedDataParallel(model)
+    return sharded(model, *([world() // 2] if wrapper == "hsdp" else []))
 
 
 def dense(value: Tensor) -> Tensor:
@@ -842,7 +846,7 @@ def zeros() -> Figures:
     alone = Net(torch.float64)
     alive(alone).backward()
     means = [averaged(grad) for grad in grads_of(alone)]
-    for wrapper in WRAPPERS:
+    for wrapper in (*WRAPPERS, "hsdp"):
         for place in ("model", "block"):
             model = wrapped(wrapper, Net(torch.float64))
             inner = model.module if wrapper == "ddp" else model

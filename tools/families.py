@@ -20,6 +20,8 @@ from zoo import Batch, C, Entry, Losses, N, T, V, classify, frozen, image, langu
 TORCHVISION: list[Entry] = []
 TIMM: list[Entry] = []
 TRANSFORMERS: list[Entry] = []
+TOKENS: list[Entry] = []
+"""Those of transformers whose output is (N, T, C), but for decoders, which have a table of their own."""
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "model-families.md"
@@ -258,9 +260,14 @@ def pretrained(
     experts: str | None = None,
     losses: Losses = classify,
     densifies: tuple[str, ...] = (),
+    output: str = "logits",
     **config: Any,
 ) -> None:
-    """Enter a model type of transformers under one of its ``AutoModel`` heads."""
+    """Enter a model type of transformers under one of its ``AutoModel`` heads.
+
+    One that returns logits of a row, or of each word, is of the table of rows; one of each word of the table of tokens,
+    as is one that returns anything else.
+    """
 
     def build() -> nn.Module:
         torchvision_models()  # imported by transformers where it is there
@@ -269,10 +276,14 @@ def pretrained(
         made = transformers.AutoConfig.for_model(type_, **config)
         made._experts_implementation = experts
         model = getattr(transformers, head).from_config(made, attn_implementation=attention)
-        return Logits(alive(model.train()), names)
+        return Logits(alive(model.train()), names, output)
 
     name = f"{family}, {attention}" + (f", {experts} experts" if experts else "")
-    TRANSFORMERS.append(Entry("transformers", name, build, batch, losses, densifies))
+    entry = Entry("transformers", name, build, batch, losses, densifies)
+    if output == "logits":
+        TRANSFORMERS.append(entry)
+    if output != "logits" or head in ("AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"):
+        TOKENS.append(entry)
 
 
 def padded(steps: int = T) -> Batch:
@@ -351,6 +362,20 @@ pretrained("DINOv2", "dinov2", *images, **patches)
 pretrained("BEiT", "beit", *images, **patches, use_relative_position_bias=True)
 pretrained("Swin", "swin", *images, image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2],
            window_size=2, num_labels=C)  # fmt: skip
+features = "AutoModel", image(16), "pixel_values"
+for family, type_ in (("ViT", "vit"), ("DINOv2", "dinov2"), ("BEiT", "beit")):
+    pretrained(family, type_, *features, **patches, output="last_hidden_state")
+queries = "AutoModelForObjectDetection", image(32), "pixel_values"
+pretrained("YOLOS", "yolos", *queries, **{**patches, "image_size": [32, 32]}, num_detection_tokens=5,
+           output="pred_boxes")  # fmt: skip
+backbone = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
+            "out_features": ["stage2"]}  # fmt: skip
+pretrained(
+    "DETR", "detr", *queries, use_timm_backbone=False, use_pretrained_backbone=False, backbone=None,
+    backbone_config=backbone, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, num_queries=5, num_labels=C, dropout=0.0,
+    auxiliary_loss=False, output="pred_boxes", attention="eager",
+)  # fmt: skip
 pretrained("ConvNeXt", "convnext", *images, num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], num_labels=C,
            attention="eager")  # fmt: skip
 pretrained("SegFormer", "segformer", *images, num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],

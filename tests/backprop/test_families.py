@@ -6,16 +6,21 @@ in a venv of their own: `nox -s families`. Without them only the page is checked
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import decoders
+import rowprop
 from decoders import DECODERS, MASKS, PACKED, SOME, Decoder, keep_of
-from families import ENTRIES, PAGE, SINGLE, TIMM, TORCHVISION, TRANSFORMERS, frozen_entry
+from families import ENTRIES, PAGE, SINGLE, TIMM, TOKENS, TORCHVISION, TRANSFORMERS, frozen_entry
 from rowprop.backprop.zeros import MOST
+from rowprop.cost.flops import count_flops
 from rowprop.host import waits
 from zoo import KEEP, ROWS, TOLERANCE, Backward, Entry, assert_same, masked, skipping, sliced
 
@@ -78,6 +83,40 @@ def test_the_page_has_a_line_for_each():
     assert found == list(zip(names, [d.attention for d in DECODERS], strict=True)), "run nox -s families -- --page"
 
 
+PATTERNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole rows": lambda drawn: (drawn[:, :1] < 0.4).expand_as(drawn),
+    "tokens": lambda drawn: drawn < 0.2,
+    "one": lambda drawn: drawn == drawn.min(),
+    "none": lambda drawn: drawn < 0,
+    "all": lambda drawn: drawn < 1,
+}
+
+
+@needs_packages
+@pytest.mark.parametrize("entry", TOKENS, ids=lambda e: e.name)
+# Red when: an output of a dict is not hooked; tokens of encoders, of queries or of a decoder with an encoder cost more
+# than when they are picked.
+def test_zeros_of_tokens_cost_as_picked_tokens(entry: Entry):
+    def run(
+        pattern: Callable[[Tensor], Tensor], choose: Callable[[Tensor, Tensor], Tensor], skips: bool = False
+    ) -> Backward:
+        model, batch = frozen_entry(entry).make(torch.float32)
+        if skips:
+            rowprop.skip_zeros(cast(Any, model).model)
+        torch.manual_seed(1)  # dropout draws the same masks every time
+        losses = model(*batch[:-1]).square().mean(2)
+        kept = pattern(torch.rand(losses.shape, generator=torch.Generator().manual_seed(0)))
+        with rowprop.watch() as report, count_flops() as flops:
+            (choose(losses, kept).sum() / max(1, int(kept.sum()))).backward()
+        return Backward({name: p.grad for name, p in model.named_parameters()}, flops, report)
+
+    for name, pattern in PATTERNS.items():
+        found = run(pattern, lambda losses, kept: losses * kept, skips=True)
+        check_same(run(pattern, lambda losses, kept: losses[kept]), found, TOLERANCE[torch.float32])
+        picked = run(pattern, rowprop.pick)
+        assert name == "all" or found.flops.total_flops <= 1.01 * picked.flops.total_flops, name
+
+
 # --- tokens as rows ---------------------------------------------------------------------------------------------------
 
 SLICED = [decoder for decoder in DECODERS if decoder.interface]
@@ -91,7 +130,9 @@ def check_same(expected: Backward, actual: Backward, tolerance: float) -> None:
     if any(grad is not None and grad.any() for grad in expected.grads.values()):
         assert_same(expected, actual, tolerance)
     else:  # nothing was kept
-        assert all(torch.equal(actual.grads[name], grad) for name, grad in expected.grads.items())
+        for name, grad in expected.grads.items():
+            found = actual.grads[name]
+            assert (found is None) == (grad is None) and (found is None or torch.equal(found, grad))
 
 
 @needs_packages

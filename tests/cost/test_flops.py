@@ -146,6 +146,25 @@ def test_a_sliced_backward_counts_kept_rows():
     assert (flops.by_op, flops.uncounted) == ({"mm": 2 * 2 * (5 * 7 + 2 * 7 * 3)}, {})
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.12 and older have no such function")
+def test_torchs_fused_head():
+    # A product makes the logits, one the gradient of each of two leaves. Without a reduction the backward makes the
+    # logits again. Red when: the gradients in the reduced loss's forward are left out, or counted where nobody asks.
+    x, head, target = torch.randn(N, 4), torch.randn(9, 4), torch.arange(N)
+    once, options = 2 * N * 4 * 9, nn.LinearCrossEntropyOptions()
+
+    def counted(reduction: str, *leaves: torch.Tensor) -> tuple[int, int]:
+        def loss() -> torch.Tensor:
+            return F.linear_cross_entropy(x, head, target, reduction=reduction, options=options)
+
+        return forward_and_backward(loss, *leaves)
+
+    assert counted("mean", x.requires_grad_()) == (2 * once, 0)
+    assert counted("mean", x, head.requires_grad_()) == (3 * once, 0)
+    forward, backward = counted("none", x, head)
+    assert forward == once and 3 * once <= backward <= 1.02 * 3 * once  # with a small product of the losses' gradient
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_torchs_own_counter_sees_the_kept_rows(name: str):
     # Red when: the counter sees a sliced gradient before its rule runs, at the full shape that the gradient claims.

@@ -96,6 +96,19 @@ def test_the_parameters_and_logs_are_those_of_a_plain_loop(kind: str, accumulate
 
 
 @needs_transformers
+def test_one_line_before_the_training_skips_zeros(tmp_path: Path):
+    # Red when: the Trainer trains a copy, or the gradients of tokens without a label are not found to be zero.
+    data = texts(answers)
+    plain, ours = (make_trainer(decoder(), data, tmp_path) for _ in range(2))
+    handle = rowprop.skip_zeros(ours.model)
+    for trainer in (plain, ours):
+        trainer.train()
+    check(ours, plain.model)
+    live = int((batches(data)[-1]["labels"][:, 1:] != -100).sum())
+    assert (handle.record.live, handle.record.total) == (live, BATCH * LENGTH)
+
+
+@needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulated", [1, 2, 4])
 def test_two_processes_train_on_what_both_keep(kind: str, accumulated: int, tmp_path: Path):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import rowprop
 from families import torchvision_models
@@ -25,13 +26,14 @@ from plain_loop import (
     check_equal,
     check_page_trains_as_by_hand,
     check_same,
+    data,
     descend,
     hardest,
     last_line_of,
     losses_of,
     network,
 )
-from trainers import FRAMEWORKS, Composer, Fastai, Lightning
+from trainers import FRAMEWORKS, Composer, Fastai, Lightning, fit, fitted, learner, model_of, module_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -107,6 +109,29 @@ def test_a_resumed_training_goes_on_bit_for_bit(framework: Any, tmp_path: Path):
     check_equal(straight, model)
     assert resumed.record.step == whole.record.step == EPOCHS * ROWS // BATCH - 1
     assert torch.equal(resumed.step.generator.get_state(), whole.step.generator.get_state())
+
+
+# Three rows in four have no label. Red when: a framework trains a copy, or calls the network where no hook runs.
+def test_one_line_before_the_training_skips_zeros(framework: Any, tmp_path: Path):
+    x, y = data().tensors
+    dataset = TensorDataset(x, torch.where(torch.arange(ROWS) % 4 == 0, y, -100))
+
+    def trained(*, skips: bool) -> tuple[nn.Module, Any]:
+        model = network()
+        handle = rowprop.skip_zeros(model) if skips else None
+        if framework.name == "lightning":
+            module = module_of(framework.package)
+            module.network = model
+            fit(module, [], tmp_path, package=framework.package, dataset=dataset)
+        elif framework.name == "fastai":
+            learner(model=model, dataset=dataset, path=tmp_path).fit(EPOCHS)
+        else:
+            fitted(model_of(model), dataset=dataset)
+        return model, handle
+
+    model, handle = trained(skips=True)
+    check_same(model, trained(skips=False)[0])
+    assert (handle.record.kept, handle.record.total) == (BATCH // 4, BATCH)
 
 
 # Against counts by hand. Red when: shares are of all kept rows, or classes and rows are of different batches.

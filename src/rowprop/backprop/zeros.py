@@ -23,7 +23,7 @@ from rowprop.backprop.watch import note
 from rowprop.batch import map_tensors
 from rowprop.checks import check_choice, check_tensor, check_within
 from rowprop.errors import InvalidInput
-from rowprop.host import readable, waits
+from rowprop.host import mark, readable, waits
 
 MOST = 0.8  # the share of live rows up to which the backward is sliced: above, gathers cost most of what they save
 
@@ -61,8 +61,9 @@ def skip_zeros(
             a language model of transformers returns; else rows.
         attention: As in :func:`rowprop.pick`. ``"cut"`` is an approximation.
         capacity: The largest share of live rows that may come, in (0, 1]. That many go on, so that nobody waits for
-            the device to count them. Where more come, the gradient goes on whole on the CPU; on an accelerator the
-            backward raises when it ends. Default None: as many as are live.
+            the device to count them. Where more come, the gradient goes on whole on the CPU; on an accelerator, where
+            nobody knows in time, the backward raises when it ends: leave that step out. Default None: as many as are
+            live.
 
     Returns:
         For a tensor the tensor to go on with. For a module a handle with ``record``, ``paused()`` and ``remove()``.
@@ -247,12 +248,18 @@ class _Skip:
         """As many places as there is room for, live ones first, found without a wait."""
         if room > MOST * live.numel():
             return None, None, f"capacity={self.capacity} is above {MOST}"
-        running().ends.append(partial(self._check, live.sum(), room, live.numel()))
+        count = live.sum().to("cpu", non_blocking=True)
+        running().ends.append(partial(self._check, count, mark(live.device), room, live.numel()))
         places = live.logical_not().argsort(stable=True)[:room].sort().values
         return places, None, f"capacity={self.capacity} takes so many"
 
-    def _check(self, live: Tensor, room: int, total: int) -> None:
-        """At the end of the backward the device has long counted, and still works on: nobody waits for it."""
+    def _check(self, live: Tensor, arrived: Any, room: int, total: int) -> None:
+        """At the end of the backward the device has long counted, and still works on: nobody waits for that.
+
+        What was left out is lost then: the whole gradient is freed, and so is what the nodes below had saved.
+        """
+        if not isinstance(arrived, float):
+            arrived.synchronize()
         if int(live) > room:
             raise InvalidInput(
                 f"skip_zeros got {int(live)} live rows of {total} but capacity={self.capacity} takes {room}, so the "

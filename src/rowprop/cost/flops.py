@@ -218,6 +218,11 @@ def _product(*args: Any, place: int = 0, columns: bool = False, **_: Any) -> int
     return 2 * args[place].numel() * (args[place + 1].shape[-1] if columns else 1)
 
 
+def _fused_head(x: Tensor, head: Tensor, *rest: Any, **_: Any) -> int:
+    """The logits; where the losses are reduced, the forward makes the gradients that are asked for, too."""
+    return 2 * x.numel() * len(head) * (1 + sum(rest[10:12]))
+
+
 _ATTENTION = [
     *(getattr(_aten, f"_scaled_dot_product_{kind}_attention{part}")
       for kind in ("flash", "efficient", "cudnn") for part in ("", "_backward")),
@@ -247,10 +252,13 @@ FORMULAS: dict[Any, Formula] = {
     torch.ops.higher_order.flex_attention_backward: partial(_flex, backward=True),
 }
 
+# Of ops that are there once torch has imported their module; their backward runs ops of its own.
+_IMPORTED = {f"_linear_cross_entropy_batch_chunked{reduced}": _fused_head for reduced in ("", "_no_reduction")}
+
 
 def formula_of(packet: Any) -> Formula | None:
     """The formula of an op; None if there is none. Modules of torch add theirs when they are imported."""
-    return FORMULAS.get(packet) or flop_registry.get(packet)
+    return FORMULAS.get(packet) or flop_registry.get(packet) or _IMPORTED.get(packet.__name__)
 
 
 @cache
