@@ -276,7 +276,8 @@ def main() -> None:
             cells = [f"{statistics.mean(c):.3f} ± {statistics.stdev(c) if len(c) > 1 else 0:.3f}" for c in columns]
             page.append("| " + " | ".join([f"`{name}`", *cells]) + " |")
     print("\n".join(page))
-    save(args.out, f"thin-tokens-{device_stem(torch.device('cpu'), 1)}", result, "\n".join(page) + "\n")
+    stem = f"thin-tokens{'-train' * args.train}-{device_stem(torch.device('cpu'), 1)}"
+    save(args.out, stem, result, "\n".join(page) + "\n")
 
 
 if __name__ == "__main__":
