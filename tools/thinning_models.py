@@ -254,6 +254,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+OF_TOKENS = ("vit", "bert", "gpt", "sequence first", "mixer")
+"""Models whose tokens are drawn, too."""
 BATCHNORM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet, batch norm in training": (lambda: resnet(train=True), (1, 6, 6)),
     "u-net, batch norm in training": (lambda: UNet(norm=True), (1, 4, 4)),
@@ -292,7 +294,7 @@ def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> Tensor:
 
 
 def resumed(
-    model: nn.Module, step: Callable[[int], object], tau: float, at: int = 23, more: int = 20
+    model: nn.Module, step: Callable[[int], object], tau: float, at: int = 23, more: int = 20, unit: Any = "row"
 ) -> rowprop.thinning.Thinning:
     """Train, save after some steps, and train more; then do the latter again, and expect the same bit for bit.
 
@@ -308,7 +310,7 @@ def resumed(
             records.append(handle.record)
         return records
 
-    handle = rowprop.thin(model, tau=tau)
+    handle = rowprop.thin(model, tau=tau, unit=unit)
     train(handle, range(at))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "thinning": handle.state_dict()}, file)
@@ -319,7 +321,7 @@ def resumed(
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     model.load_state_dict(saved["model"])
-    again = rowprop.thin(model, tau=tau)
+    again = rowprop.thin(model, tau=tau, unit=unit)
     again.load_state_dict(saved["thinning"])
     assert (again.record.passes, again.record.reason) == (told.passes, told.reason)
     pairs = zip(train(again, range(at, at + more)), records, strict=True)
@@ -393,7 +395,7 @@ def compared(
     return Outcome(off[varies] / error[varies], bias, noise, moved)
 
 
-def thinned(name: str, picked: bool, draws: int, *, shuffled: bool = True) -> Outcome:
+def thinned(name: str, picked: bool, draws: int, *, shuffled: bool = True, unit: Any = "row") -> Outcome:
     """Draws of the gradient of one of ``MODELS`` or ``BATCHNORM``, there of a batch with its rows in any order."""
     model, losses = step(name)
     numbers = torch.Generator().manual_seed(2)
@@ -405,15 +407,15 @@ def thinned(name: str, picked: bool, draws: int, *, shuffled: bool = True) -> Ou
         return rowprop.pick(losses(order), rows, batchnorm="rows").mean() if picked else losses(order).mean()
 
     exact = gradient(model, loss())
-    rowprop.thin(model, keep=0.5, generator=torch.Generator().manual_seed(1))
+    rowprop.thin(model, keep=0.5, unit=unit, generator=torch.Generator().manual_seed(1))
     with rowprop.watch() as report:
         gradient(model, loss())
     assert not (mixes and report.densified), report
     return compared(model, loss, exact, draws, fresh=mixes)
 
 
-def main(draws: int) -> int:
-    """Print a line for each model; the number of those that are off, which BatchNorm in training mode may be.
+def main(draws: int = 5000, ending: str = "") -> int:
+    """Print a line for each model whose title ends so; how many are off, which BatchNorm in training mode may be.
 
     For unequal probabilities the estimate there is nearly unbiased only: these lines inform, and fail nothing.
     """
@@ -421,17 +423,20 @@ def main(draws: int) -> int:
     failed = 0
     print(f"{draws} draws, keep .5; in standard errors, the worst projection of the mean gradient; bias: the mean's")
     print("distance from the exact gradient, over its norm (noise in it)", flush=True)
-    for name in (*MODELS, *BATCHNORM):
-        for shuffled in (True, False) if name in BATCHNORM else (True,):
-            begun = time.process_time()
-            count = draws // 5 if name in BATCHNORM else draws
-            found = [thinned(name, picked, count, shuffled=shuffled) for picked in (False, True)]
-            failed += name in MODELS and max(float(f.off.abs().max()) for f in found) >= 4
-            alone, after = (f"{float(f.off.abs().max()):5.2f}, bias {f.bias:.3f} ({f.noise:.3f})" for f in found)
-            title = name if shuffled else f"{name}, rows in one order"
-            print(f"{title:50} alone {alone}   after pick {after}   {time.process_time() - begun:5.1f} s", flush=True)
+    cases = [(name, name, True, "row") for name in (*MODELS, *BATCHNORM)]
+    cases += [(f"{name}, rows in one order", name, False, "row") for name in BATCHNORM]
+    cases += [(f"{name}, tokens", name, True, "token") for name in OF_TOKENS]
+    for title, name, shuffled, unit in cases:
+        if not title.endswith(ending):
+            continue
+        begun = time.process_time()
+        count = draws // 5 if name in BATCHNORM else draws
+        found = [thinned(name, picked, count, shuffled=shuffled, unit=unit) for picked in (False, True)]
+        failed += name in MODELS and max(float(f.off.abs().max()) for f in found) >= 4
+        alone, after = (f"{float(f.off.abs().max()):5.2f}, bias {f.bias:.3f} ({f.noise:.3f})" for f in found)
+        print(f"{title:50} alone {alone}   after pick {after}   {time.process_time() - begun:5.1f} s", flush=True)
     return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 5000))
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 5000, *sys.argv[2:]))

@@ -213,7 +213,7 @@ def test_a_state_holds_all():
             control.learn(0.03, 1.0, 0.1)
     other = Control(None, 0.1).restored(copy.deepcopy(control.state_dict()))
     unlike = {name for name, value in vars(control).items() if value == vars(Control(None, 0.1))[name]}
-    assert other == control and unlike == {"keep", "tau"}
+    assert other == control and unlike == {"keep", "tau", "unit"}
     for _ in range(20):
         for each in (control, other):
             each.begun += 1

@@ -87,6 +87,23 @@ def test_the_work_is_the_counted_flops_of_the_backward(name: str, costs: Callabl
     assert all(work.exact for work in works)
 
 
+def test_the_work_that_stays_at_all_tokens_is_that_of_keys_and_values(costs: Callable[..., None]):
+    # Of a layer the projection that makes queries, keys and values in one. Red where that of the output, or the MLP,
+    # counts as well.
+    costs()
+    x = torch.randn(ROWS, 5, 8, requires_grad=True)
+    for work in works_of(nn.Sequential(*layers(2, 8)), x):
+        assert work.mixed == 2 * 2 * ROWS * 5 * 8 * 24 < work.exact
+
+
+def test_tokens_are_drawn_after_each_block_where_that_is_cheaper():
+    # Each block draws from all tokens. Red where a block takes over the share of the one above, which draws none.
+    decided = Worth("token", counted={name: Work(100.0, 0.0, 100.0, 10.0, 40.0) for name in "01"}, forwards=1)
+    decided.decide({"0": 0.5, "1": 0.9}, 1.0)  # 10 + 40 + .5 * 60 and 10 + 40 + .9 * 60
+    assert decided.left == ["1"]
+    assert decided.share("0", {"0": 0.5, "1": 0.9}.__getitem__) == 0.5
+
+
 def test_a_checkpoint_is_work_of_unknown_size():
     # Red where a Function of Python counts as an op without products.
     inside: Any = checkpoint(nn.Linear(4, 4), torch.randn(ROWS, 4, requires_grad=True), use_reentrant=True)

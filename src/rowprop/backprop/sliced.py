@@ -142,9 +142,12 @@ class RowSlice:
             within = layout.compact(self.rows.kept)
             if within.outer != 1 or within.inner != 1:
                 raise NeedsAllRows("whole rows become positions that are merged with another dimension")
-            every = Layout(layout.dim, rows.kept, minor=(Part(dim, size),))
-            entries = torch.arange(rows.kept, device=values.device)
-            values = gather_plain(values, entries, every, (entries // size, entries % size))
+            if dim == layout.dim + 1:
+                values = values.flatten(layout.dim, dim).unsqueeze(dim)
+            else:
+                every = Layout(layout.dim, rows.kept, minor=(Part(dim, size),))
+                entries = torch.arange(rows.kept, device=values.device)
+                values = gather_plain(values, entries, every, (entries // size, entries % size))
         layout = Layout(layout.dim, rows.num_rows, layout.outer, layout.inner, (*layout.minor, Part(dim, size)))
         return RowSlice(values, rows, layout, self.shape)
 

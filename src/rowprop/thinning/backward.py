@@ -15,7 +15,7 @@ from torch import Tensor
 from rowprop.backprop.rows import RowSet
 from rowprop.backprop.sliced import RowSlice
 from rowprop.host import mark, waits
-from rowprop.thinning.control import SHARES, Control, Seen, carried, count_of
+from rowprop.thinning.control import SHARES, Control, Seen, carried, carry, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
 from rowprop.thinning.drawn import Drawn, norms_of_rows
 from rowprop.thinning.weights import Pairs, Product
@@ -76,6 +76,8 @@ class ThinnedBackward:
         arrived = kept = norms.numel()
         self._block, self.late = place, waits(norms)
         first = self.rows.setdefault((forward, g.rows.num_rows), arrived)
+        if self.control.unit == "token" and arrived > first:  # attention has made more of the tokens that came above
+            first = self.rows[forward, g.rows.num_rows] = arrived
         share = self.worth.share(place, self.control.share)
         if self.supposes:
             self._suppose(norms, min(share, SUPPOSED))
@@ -153,6 +155,8 @@ class ThinnedBackward:
         numbers = iter([] if self._host is None else cast("list[float]", self._host.tolist()))
         for one in self._measured():
             one.read(numbers)
+        if self.control.unit == "token":
+            carry(self.seen)
         if not self._weighed:
             return None
         added, between = next(numbers), next(numbers)

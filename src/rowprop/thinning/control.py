@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from math import ceil, exp, isfinite, log
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ SPREAD = 0.6180339887
 # first decision, so the gradients of a model in which no draw pays are the exact ones, bit for bit.
 FIRST = 2, 4, 8, 16
 EVERY, RARER = 20, 4  # afterwards one backward in so many; while no rows are drawn, one in so many times as many
+PRICES = 1e-4, 1e4  # the allowed variance is worth at least and at most so many shares of a block's tokens
 AROUND = 0.2, 3.0  # the gradient at a block carries at least and at most this much of what the mean of all may carry
 REMEMBERED = 0.15, 64  # the shares follow from about this share of the backwards so far, and from no more than so many
 BIASES = 0.25, 4.0  # the bias stays between these
@@ -95,6 +96,7 @@ class Control:
 
     keep: float | None  # the share of every block; None where the variance is steered
     tau: float  # the target: added variance of the gradient over its variance between batches
+    unit: Literal["row", "token"] = "row"  # what is drawn
     begun: int = 0  # backwards that were begun
     passes: int = 0  # backwards whose numbers were taken in
     renewed: int = 0  # ``passes`` when the shares were set last
@@ -115,7 +117,8 @@ class Control:
     def measures_weights(self, number: int, drawn: bool = True) -> bool:
         """Whether the weight gradients are measured in this backward; it matters whether rows are ``drawn``."""
         every = EVERY * (1 if drawn else RARER)
-        return self.keep is None and (number in FIRST or (number > FIRST[-1] and one_in(every, number)))
+        steered = self.keep is None and self.unit == "row"  # a token's part in a row's weight gradient is not known
+        return steered and (number in FIRST or (number > FIRST[-1] and one_in(every, number)))
 
     def counts(self, number: int) -> bool:
         """Whether the work of the forwards before this backward is counted."""
@@ -175,12 +178,13 @@ class Control:
         found = [each for each in reversed(self.shares.values()) if each.past[0]]  # from the output on
         past = [each.past[1:] for each in found]
         aimed = self.allowed() / self.bias
-        low, high = (aimed * least for least in AROUND)
-        for _ in range(12):
+        plans, (low, high) = (_planned, AROUND) if self.unit == "row" else (_planned_apart, PRICES)
+        low, high = aimed * low, aimed * high
+        for _ in range(12 if self.unit == "row" else 30):
             middle = (low * high) ** 0.5
-            enough = sum(carries for _, carries in _planned(past, middle)) < aimed * len(found)
+            enough = sum(carries for _, carries in plans(past, middle)) < aimed * len(found)
             low, high = (middle, high) if enough else (low, middle)
-        plan = _planned(past, low)
+        plan = plans(past, low)
         for each, (keep, _) in zip(found, plan, strict=True):
             each.keep = keep
         self.planned = sum(carries for _, carries in plan) / (len(plan) or 1)
@@ -199,11 +203,12 @@ class Control:
         """Why the shares are what they are, in a sentence."""
         if self.keep is not None:
             return f"keep={self.keep:g} at every block"
-        return f"tau={self.tau:g}: as few rows as add {100 * self.tau:g} % to the gradient's variance between batches"
+        few = f"as few {self.unit}s as add {100 * self.tau:g} % to the gradient's variance between batches"
+        return f"tau={self.tau:g}: {few}"
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next shares follow from, in plain numbers."""
-        return {name: held for name, held in asdict(self).items() if name not in ("keep", "tau")}
+        return {name: held for name, held in asdict(self).items() if name not in ("keep", "tau", "unit")}
 
     def restored(self, state: Any) -> Control:
         """The control with a saved state."""
@@ -225,6 +230,23 @@ def _planned(seen: Sequence[Sequence[float]], most: float) -> list[tuple[float, 
     return plan
 
 
+def _planned_apart(seen: Sequence[Sequence[float]], worth: float) -> list[tuple[float, float]]:
+    """The same where attention mixes the tokens again, so that each block draws for itself from all of them.
+
+    A draw adds to the gradient of its block and of all below. A share of a block's tokens is worth as much as
+    ``worth`` in the mean over the blocks of what the gradient carries.
+    """
+    plan: list[tuple[float, float]] = []
+    carries = 0.0
+    for number, (_, _, *would) in enumerate(seen):
+        below = 1 - number / len(seen)
+        costs = [worth * share + below * adds for share, adds in zip(SHARES, would, strict=True)]
+        best = costs.index(min(costs))
+        carries += would[best]
+        plan.append((SHARES[best], carries))
+    return plan
+
+
 def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
     """The smallest share that adds no more than a variance, between those of ``SHARES``, and what it adds."""
     after = bisect_right(would, variance)  # in SHARES, that fall
@@ -234,6 +256,22 @@ def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
         return SHARES[-1], would[-1]
     part = (variance - would[after - 1]) / (would[after] - would[after - 1])
     return SHARES[after - 1] + part * (SHARES[after] - SHARES[after - 1]), variance
+
+
+def carry(seen: Mapping[str, list[Seen]]) -> None:
+    """Have each block told what the draws above it added, where the gradient that came to it does not tell it itself.
+
+    Below an attention nothing in the gradient tells which part of it was drawn; what it carries, as a share, is about
+    what it carried above.
+    """
+    carries = 0.0
+    for found in seen.values():
+        for one in found:
+            if not one.before:
+                one.before = one.total * carries / (1 + carries)
+                one.total -= one.before
+        total = sum(one.total for one in found)
+        carries = sum(one.before + one.added for one in found) / total if total else carries
 
 
 def carried(seen: Mapping[str, list[Seen]]) -> float:

@@ -17,22 +17,23 @@ from rowprop.backprop.checkpoint import enters_checkpoint
 from rowprop.backprop.compiled import compiled_elsewhere
 from rowprop.backprop.hooks import Handle, ModuleHook, hook_gradient, rows_in, unwrapped
 from rowprop.backprop.layout import Layout
+from rowprop.backprop.pick import Unit
 from rowprop.backprop.sliced import RowSlice
 from rowprop.batch import tensors
-from rowprop.checks import check_entries, check_generator, check_kind, check_vector, check_within, shown
+from rowprop.checks import check_choice, check_entries, check_generator, check_kind, check_vector, check_within, shown
 from rowprop.distributed import own_rank
 from rowprop.engines import uses_batch_statistics
 from rowprop.errors import InvalidInput
-from rowprop.host import readable
+from rowprop.host import readable, waits
 from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.control import OWNER, Control, carried
 from rowprop.thinning.drawn import thinned
 from rowprop.thinning.weights import Pairs, share_of
-from rowprop.thinning.worth import Worth
+from rowprop.thinning.worth import Work, Worth
 
 BEHIND = 2  # backwards after which the numbers of one are read off a device: they are there by then, so nobody waits
-VERSION = 2  # of the saved state
+VERSION = 3  # of the saved state
 _handles = count()  # numbers the handles of this process: draws at blocks of one model must not depend on each other
 
 
@@ -41,6 +42,7 @@ def thin(
     *,
     tau: float = 0.025,
     keep: float | None = None,
+    unit: Unit = "row",
     blocks: Iterable[str | nn.Module] | None = None,
     generator: torch.Generator | None = None,
 ) -> Thinning:
@@ -60,6 +62,9 @@ def thin(
         keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``; all pairs of these rows stay.
             After a pick of tokens it is of the tokens, and below an attention that has mixed them, of the sequences
             that came from there. Default None.
+        unit: ``"token"`` draws positions of outputs ``(N, T, C)`` or ``(T, N, C)`` in place of rows: what treats tokens
+            alike costs the drawn ones, attention the drawn queries. Its keys and values, and what made them, cost all
+            tokens. The next block draws from all again. Other outputs lose rows. Default ``"row"``.
         blocks: Names or modules of the model after which the gradient is thinned. Default None: children of
             ``ModuleList`` and ``Sequential`` that repeat a class, such as the layers of a transformer;
             :attr:`Thinning.blocks` tells which.
@@ -91,6 +96,7 @@ def thin(
     check_within("thin", "tau", tau, "(0, 1)", "; 0.025 is the default")
     if keep is not None:
         check_within("thin", "keep", keep, "(0, 1]")
+    check_choice("thin", "unit", unit, ("row", "token"))
     check_generator("thin", generator)
     if generator is not None and generator.device.type != "cpu":
         needed = "one on the CPU was needed, for any device; torch.Generator().manual_seed(0) makes one."
@@ -101,7 +107,7 @@ def thin(
     if generator is None:
         apart = 0x9E3779B9 * next(_handles)  # by far more than there are ranks; a generator takes 32 bits of its seed
         generator = torch.Generator().manual_seed((torch.initial_seed() + own_rank() + apart) % 2**63)
-    return Thinning(model, found, Control(keep, tau), generator)
+    return Thinning(model, found, Control(keep, tau, unit), generator)
 
 
 @dataclass(frozen=True)
@@ -184,8 +190,8 @@ class Thinning(Handle):
         self.record = ThinRecord({}, {}, 0.0, 0, "no backward yet; a model that is compiled whole stays exact")
         self._model = model
         self._control = control
-        self._pairs = Pairs(control.tau) if control.keep is None else None
-        self._worth = Worth()
+        self._pairs = Pairs(control.tau) if control.keep is None and control.unit == "row" else None
+        self._worth = Worth(control.unit)
         self._generator = generator
         self._compiled: set[str] = set()
         self._forward = _Forward()
@@ -205,6 +211,7 @@ class Thinning(Handle):
             self._read()
         return {
             "version": VERSION,
+            "unit": self._control.unit,
             "control": self._control.state_dict(),
             "worth": self._worth.state_dict(),
             "pairs": None if self._pairs is None else self._pairs.state_dict(),
@@ -216,13 +223,15 @@ class Thinning(Handle):
 
         An entry that is missing, impossible or of another version of rowprop is refused, and nothing is loaded.
         """
-        check_entries(OWNER, state, ["control", "worth", "pairs", "generator"])
+        check_entries(OWNER, state, ["unit", "control", "worth", "pairs", "generator"])
         if not isinstance(state.get("version"), int) or state["version"] != VERSION:
             needed = "one of this version was needed; begin without."
             raise InvalidInput(f"{OWNER} got a state of another version of rowprop but {needed}")
         check_vector(OWNER, "generator", state["generator"], torch.uint8, self._generator.get_state().numel())
+        other = "this handle has the other one; call thin as it was called when the state was saved."
+        if state["unit"] != self._control.unit:
+            raise InvalidInput(f"{OWNER} got a state of unit={shown(state['unit'])} but {other}")
         if (state["pairs"] is None) is not (self._pairs is None):
-            other = "this handle has the other one; call thin as it was called when the state was saved."
             way = "keep" if state["pairs"] is None else "tau"
             raise InvalidInput(f"{OWNER} got a state that {way}= has made but {other}")
         control, worth = self._control.restored(state["control"]), self._worth.restored(state["worth"])
@@ -318,10 +327,11 @@ class Thinning(Handle):
         running = self._running(number)
         if running.measures_weights:
             running.watch(g.rows)
-        chosen = running.choose(place, forward.number, g, bool(forward.mixes)) if place else None
+        some = _tokens_of(g) if place and self._control.unit == "token" else g
+        chosen = running.choose(place, forward.number, some, bool(forward.mixes)) if place else None
         if chosen is None:
             return g if running.measures_weights or forward.reenters else None
-        return thinned(g, *chosen, None if self._pairs is None else running.draw_pairs)
+        return thinned(some, *chosen, None if self._pairs is None else running.draw_pairs)
 
     def _running(self, number: int) -> ThinnedBackward:
         """This handle's part of the backward with this number, or, if there is none, of the one that runs."""
@@ -380,8 +390,9 @@ class Thinning(Handle):
             totals = {place: sum(s.total for s in found) or 1.0 for place, found in done.seen.items()}
             variance = {place: sum(s.added for s in found) / totals[place] for place, found in done.seen.items()}
             ratio = self._control.correction * carried(done.seen)
-        works = {place: self._worth.works[place].exact if place in self._worth.works else 1.0 for place in keep}
-        saved = sum(work * (1 - keep[place]) for place, work in works.items()) / (sum(works.values()) or 1.0)
+        works = {place: self._worth.works.get(place, Work(1.0)) for place in keep}
+        follows = {place: work.exact - work.mixed * (self._control.unit == "token") for place, work in works.items()}
+        saved = sum(follows[p] * (1 - keep[p]) for p in keep) / (sum(work.exact for work in works.values()) or 1.0)
         return ThinRecord(keep, variance, ratio, self._control.passes, self._reason(), saved, pairs)
 
     def _reason(self) -> str:
@@ -410,6 +421,16 @@ def _rows_in(shape: torch.Size, sizes: Iterable[int | None]) -> Layout | None:
             return Layout(dim, size)
     size = next((size for size in known if size > 1 and shape[0] and shape[0] % size == 0), None)
     return None if size is None else Layout(0, size, 1, shape[0] // size)
+
+
+def _tokens_of(g: RowSlice) -> RowSlice:
+    """The tokens of whole rows (K, T, C) or (T, K, C); other gradients as they are."""
+    if g.ndim != 3 or not g.layout.plain or g.dim > 1 or g.shape[1 - g.dim] < 2:
+        return g
+    tokens = g.spread(1 - g.dim)
+    if not waits(g.values):  # a CPU counts the drawn tokens of each row, so that attention runs their queries alone
+        tokens.rows.whole = None
+    return tokens
 
 
 def _replaced(function: Callable[[Tensor], Tensor], output: Any) -> Any:

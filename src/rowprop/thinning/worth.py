@@ -6,12 +6,12 @@ this share, and some Python at each op. Of all sets of blocks to draw after, per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, takewhile
 from math import ceil, inf, prod
 from operator import add, mul
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -40,6 +40,7 @@ FREE = (
 )  # fmt: skip
 # Ops whose backward multiplies matrices.
 PRODUCTS = ("Addmm", "Baddbmm", "Mm", "Bmm", "Linear", "Convolution", "ScaledDotProduct")
+MIXES = ("ScaledDotProduct", "Bmm")  # attention: the gradients of its second and third operand are of all tokens
 LONG = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm")  # their rules take as long as those of LONGER others
 LONGER = 4
 WAKES = 10  # a trial, from one renewal of the shares to the next, takes as long as so many draws at each block
@@ -56,6 +57,7 @@ class Work:
     fixed: float = 0.0  # at some of the rows, whatever their number
     by_row: float = 0.0  # at some of the rows, in proportion to their share; all of them here
     draw: float = 0.0  # a draw at the place
+    mixed: float = 0.0  # of ``by_row`` what stays at all tokens where tokens are drawn: attention's keys and values
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
@@ -67,8 +69,9 @@ class Work:
 
 @dataclass
 class Worth:
-    """Decides after which blocks rows are drawn."""
+    """Decides after which blocks rows, or tokens, are drawn."""
 
+    unit: Literal["row", "token"] = "row"
     works: dict[str, Work] = field(default_factory=dict[str, Work])  # see ``decide``; as the last decision had it
     left: list[str] = field(default_factory=list[str])  # places at which no rows are drawn, since the last decision
     pause: int = 0  # forwards that nothing is watched for, since the last decision
@@ -97,6 +100,8 @@ class Worth:
 
     def share(self, place: str, share: Callable[[str], float]) -> float:
         """The share of the arriving rows to keep at a place, which stands in for the places above that draw none."""
+        if self.unit == "token":  # at each place all tokens arrive
+            return share(place)
         order = list(self.works)
         above = order[order.index(place) + 1 :] if place in self.works else []
         return prod(map(share, [place, *takewhile(self.left.__contains__, above)]))
@@ -120,14 +125,23 @@ class Worth:
         self.works = {place: self.counted[place].over(self.forwards) for place in shares if place in self.counted}
         order = list(reversed(self.works))
         works = [self.works[place] for place in order]
-        drawn = cheapest(works, list(accumulate((shares[place] for place in order), mul)), part)
+        drawn = self._cheapest(works, [shares[place] for place in order], part)
         self.left = [place for number, place in enumerate(order) if number not in drawn]
         self.asleep = self.pause = self._pause(works, part) if works and not drawn else 0
+
+    def _cheapest(self, works: Sequence[Work], shares: Sequence[float], part: float) -> tuple[int, ...]:
+        """The numbers of the places to draw at, given what share of the arriving rows each would keep."""
+        if self.unit == "row":
+            return cheapest(works, list(accumulate(shares, mul)), part)
+        costs = [
+            w.draw + w.fixed + w.mixed + share * (w.by_row - w.mixed) for w, share in zip(works, shares, strict=True)
+        ]
+        return tuple(n for n, (work, cost) in enumerate(zip(works, costs, strict=True)) if cost < work.exact)
 
     def _pause(self, works: Sequence[Work], part: float) -> int:
         """Forwards until the next trial: more after each one, until trials cost nearly nothing."""
         trial, exact = WAKES * sum(work.draw for work in works), part * sum(work.exact for work in works)
-        hopeless = not cheapest(works, [0.0] * len(works), part)
+        hopeless = not self._cheapest(works, [0.0] * len(works), part)
         if not exact or (hopeless and self.pause):  # the first decision may be of an odd batch
             return MOST
         enough = min(ceil(trial / (TRIALS * exact)) - RENEWED_AFTER, MOST)
@@ -140,7 +154,7 @@ class Worth:
             size = f"the backward of the blocks is as much as {max(1, round(exact / 1e6)):,} MFLOP"
             return [f"off for {self.pause} forwards, since draws would cost more than they save: {size}"]
         if self.idle:
-            return ["no rows are drawn: at these shares this would cost more than it saves"]
+            return [f"no {self.unit}s are drawn: at these shares this would cost more than it saves"]
         return [f"no draw after {', '.join(self.left)}, where it would cost more than it saves"] if self.left else []
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +171,7 @@ class Worth:
             check_form("worth.forwards", state["forwards"], 1.0)
         works, counted = ({place: Work(**work) for place, work in state[n].items()} for n in ("works", "counted"))
         left = [place for place in reversed(state["left"]) if state["left"][place]]
-        return Worth(**state | {"works": works, "counted": counted, "left": left})
+        return Worth(self.unit, **state | {"works": works, "counted": counted, "left": left})
 
 
 def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) -> tuple[int, ...]:
@@ -183,17 +197,14 @@ def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
     """The work of the nodes that made a tensor, down to those not younger than ``last``; the number of the youngest."""
     costs = COSTS.get(tensor.device.type, ELSEWHERE)
     flops = elements = ops = 0.0
-    ahead: list[Any] = [tensor.grad_fn]
-    seen: set[Any] = {None}
+    made: dict[Any, float] = {}  # the work at all rows of each node
+    mixers: list[Any] = []
     youngest = last
-    while ahead:
-        node = ahead.pop()
-        if node in seen or hasattr(node, "variable") or node._sequence_nr() <= last:
-            continue
-        seen.add(node)
+    for node in _below([tensor.grad_fn], last):
         youngest = max(youngest, node._sequence_nr())
-        ahead += [edge for edge, _ in node.next_functions]
         kind = node.name().removesuffix("Backward0").removesuffix("Backward1")
+        if kind.startswith(MIXES):
+            mixers += [edge for edge, _ in node.next_functions[1:3]]
         if kind in FREE:
             continue
         nested = any(one.is_nested_tensor for one in node._input_metadata)  # such a shape has no product
@@ -201,11 +212,25 @@ def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
             flops += UNKNOWN
         else:
             ops += LONGER if kind in LONG else 1
-            elements += sum(prod(one.shape) for one in node._input_metadata)
-            flops += _flops(node, kind)
+            size, products = sum(prod(one.shape) for one in node._input_metadata), _flops(node, kind)
+            elements += size
+            flops += products
+            made[node] = products + costs.element * size
     everything = flops + costs.element * elements
     draw = costs.draw + costs.element * tensor.numel()
-    return Work(everything, costs.op * ops, everything + costs.gathered * elements, draw), youngest
+    mixed = sum(made.get(node, 0.0) for node in _below(mixers, last))
+    return Work(everything, costs.op * ops, everything + costs.gathered * elements, draw, mixed), youngest
+
+
+def _below(ahead: list[Any], last: int) -> Iterator[Any]:
+    """The nodes that a gradient comes to from these, down to those not younger than ``last``."""
+    ahead, seen = [*ahead], set[Any]([None])
+    while ahead:
+        node = ahead.pop()
+        if node not in seen and not hasattr(node, "variable") and node._sequence_nr() > last:
+            seen.add(node)
+            ahead += [edge for edge, _ in node.next_functions]
+            yield node
 
 
 def _flops(node: Any, kind: str) -> float:

@@ -1,0 +1,139 @@
+"""Tokens that leave the gradient at random: its expectation, what is drawn, what it costs, and the control's plan."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rowprop
+from rowprop.errors import InvalidInput
+from rowprop.thinning.control import SHARES, Seen, _planned_apart, carry
+from thinning_models import PICKED, compared, gradient, layers, resumed, step
+
+pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
+WIDTH, TOKENS = 4, 6
+
+
+def thin(model: nn.Module, keep: float = 0.5, **settings: Any) -> rowprop.thinning.Thinning:
+    return rowprop.thin(model, keep=keep, unit="token", generator=torch.Generator().manual_seed(1), **settings)
+
+
+def kept(handle: rowprop.thinning.Thinning) -> dict[str, float]:
+    """The record of the last backward, also where the numbers of a device are read later."""
+    handle.state_dict()
+    return handle.record.keep
+
+
+def encoder(blocks: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*layers(blocks), nn.Linear(WIDTH, 3)).double()
+
+
+def inputs(rows: int = 5) -> Tensor:
+    return torch.randn(rows, TOKENS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("picked", [False, True], ids=["alone", "after pick"])
+@pytest.mark.parametrize("name", ["gpt", "vit", "bert", "sequence first", "mixer"])
+def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
+    # Red without the division by p, and where the tokens of sequences that come first are taken for others.
+    model, losses = step(name)
+
+    def loss() -> Tensor:
+        return rowprop.pick(losses(), torch.tensor(PICKED)).mean() if picked else losses().mean()
+
+    exact = gradient(model, loss())
+    handle = thin(model, keep=0.3)
+    found = compared(model, loss, exact, 150)
+    assert float(found.off.abs().max()) < 5 and found.moved > 0.3
+    assert 0 < max(kept(handle).values()) < 0.4
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["rows first", "tokens first"])
+def test_tokens_without_a_gradient_are_never_drawn(first: bool):
+    # As many are kept as have one: each has the probability 1, so the gradient is the exact one. Red where a token of
+    # zeros takes the place of another.
+    model, x = encoder(1), inputs()
+    if first:
+        model[0] = layers(1, batch_first=False)[0].double()
+        x = x.transpose(0, 1)
+    live = (torch.arange(x.shape[0])[:, None] + torch.arange(x.shape[1])) % 3 == 1
+    exact = gradient(model, (model(x).square().mean(2) * live).sum())
+    handle = thin(model, keep=float(live.double().mean()), blocks=["0"])
+    found = gradient(model, (model(x).square().mean(2) * live).sum())
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-14)
+    assert kept(handle) == {"0": pytest.approx(1 / 3)}
+
+
+def test_a_share_is_of_the_tokens_that_came_to_a_block():
+    # Attention makes a gradient of all tokens again, here of the 3 sequences whose last token is drawn of 5. Red where
+    # the second block's share is of the tokens that came to the first.
+    model, x = encoder(), inputs()
+    handle = thin(model, blocks=["0", "1"])
+    held: list[Tensor] = []
+    model[0].linear2.register_full_backward_hook(lambda _, __, grads: held.append(grads[0]))
+    mask = torch.zeros(5, TOKENS, dtype=torch.bool)
+    mask[:, -1] = True
+    rowprop.pick(model(x).square().mean(2), mask).mean().backward()
+    assert kept(handle) == {"1": 0.6, "0": 0.5}  # 3 of 5, and 9 of 18
+    assert int((held[0] != 0).any(2).sum()) == 9
+
+
+def test_a_block_costs_its_drawn_tokens():
+    # The products of an MLP's backward by their closed formula; red where they run at all tokens.
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(F.gelu(self.up(x)))
+
+    model = nn.Sequential(Mlp(), Mlp()).double()
+    thin(model, keep=0.5)
+    loss = model(inputs().requires_grad_()).square().mean()
+    with rowprop.cost.count_flops() as flops:
+        loss.backward()
+    assert flops.total_flops == 15 * 2 * 4 * 2 * WIDTH * 8  # tokens, blocks, products, multiply and add
+
+
+def test_the_plan_is_the_cheapest_for_the_variance_that_it_carries():
+    # Against all plans of three blocks. Red where a block above counts no more than the last one.
+    generator = torch.Generator().manual_seed(0)
+    would = torch.rand(3, len(SHARES), generator=generator).sort().values * torch.tensor([[3.0], [1.0], [0.2]])
+    would[:, 0] = 0
+    plan = _planned_apart([[0.0, 0.0, *each.tolist()] for each in would], 0.3)
+    carried = sum(carries for _, carries in plan) / 3
+    cheapest = min(
+        sum(SHARES[i] for i in choice)
+        for choice in product(range(len(SHARES)), repeat=3)
+        if sum((3 - n) * float(would[n, i]) for n, i in enumerate(choice)) / 3 <= carried + 1e-9
+    )
+    assert sum(share for share, _ in plan) == pytest.approx(cheapest)
+
+
+def test_what_draws_above_added_is_carried_down():
+    # Red where a gradient that attention mixed is taken for one without draws.
+    seen = {place: [Seen(8, 4, 8, None, total, before, added)] for place, total, before, added in (
+        ("2", 4.0, 0.0, 1.0), ("1", 10.0, 0.0, 0.8), ("0", 6.0, 1.0, 0.0),
+    )}  # fmt: skip
+    carry(seen)
+    assert [(one[0].total, one[0].before) for one in seen.values()] == [(4, 0), (8, 2), (6, 1)]
+
+
+@pytest.mark.usefixtures("always_drawn")
+def test_it_goes_on_bit_for_bit_and_refuses_the_state_of_the_other_unit():
+    # Red where the state of a training by rows is taken for one by tokens.
+    model, x, scale = encoder(), inputs(), torch.linspace(0.1, 2, TOKENS, dtype=torch.float64)
+    handle = resumed(model, lambda _: (model(x).square().mean(2) * scale).mean().backward(), tau=0.5, unit="token")
+    assert min(kept(handle).values()) < 1
+    other = rowprop.thin(encoder(), tau=0.5)
+    with pytest.raises(InvalidInput, match="unit='token' but this handle has the other one"):
+        other.load_state_dict(handle.state_dict())
+    with pytest.raises(InvalidInput, match="unit"):
+        rowprop.thin(encoder(), unit="tokens")
