@@ -24,7 +24,8 @@ TORCH = f"torch=={PINNED['torch']}"
 CORE = "pick rules step zoo tokens thinning compiled distributed programs"
 """The tests of the backward, which run on every torch."""
 ON_A_DEVICE = """accelerator batch cuda_rules custom_code engines history laws library_functions model opinfo pick
-programs pruning recurrent repeats rules scores selectors step step_parts streams thinning thinning_tokens tokens verify zeros zoo"""
+programs pruning recurrent repeats rules scores selectors step step_parts streams thinning thinning_tokens tokens verify
+zeros zoo"""
 """The tests whose outcome a device can change."""
 FAMILIES = """torchvision==0.28.0 timm==1.0.31 transformers==5.23.0 liger-kernel==0.8.5 triton==3.7.1 torchao==0.18.0
 pytest""".split()
