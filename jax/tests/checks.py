@@ -28,7 +28,10 @@ def plain(losses_fn, params, batch, rows, *args):
 
 def error(found, wanted):
     """The largest difference over the largest element of the leaf; of next to nothing, over 1/100 of the largest."""
-    pairs = [(np.asarray(a, float), np.asarray(b, float)) for a, b in zip(*map(jax.tree.leaves, (found, wanted)))]
+    pairs = [
+        (np.asarray(a, float), np.asarray(b, float))
+        for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
+    ]
     floor = max(np.abs(b).max(initial=0) for _, b in pairs) / 100
     assert floor > 0, "the plain gradient is zero, so it shows nothing"
     return max(np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), floor) for a, b in pairs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +37,7 @@ def layer_norm(x):
 def mlp(n, dtype=None, width=32, inputs=16, depth=2):
     draw = Draw(dtype)
     sizes = [inputs, *[width] * depth, 10]
-    params = [(draw.weight(a, b), draw.weight(b)) for a, b in zip(sizes, sizes[1:], strict=False)]
+    params = [(draw.weight(a, b), draw.weight(b)) for a, b in pairwise(sizes)]
 
     def losses_fn(params, batch):
         x, y = batch
@@ -76,8 +78,9 @@ def cnn(n, dtype=None, width=8, side=8):
 def resnet(n, dtype=None, width=8, side=8, blocks=2, training=False):
     """Residual blocks with BatchNorm: frozen, by running statistics, or in training, by the batch's."""
     draw = Draw(dtype)
-    block = lambda: (draw.weight(3, 3, width, width), draw.weight(width), draw.weight(width))
-    params = {"stem": draw.weight(3, 3, 3, width), "blocks": [block() for _ in range(blocks)]}
+    shapes = (3, 3, width, width), (width,), (width,)
+    params = {"stem": draw.weight(3, 3, 3, width)}
+    params["blocks"] = [[draw.weight(*shape) for shape in shapes] for _ in range(blocks)]
     params["head"] = draw.weight(width, 10)
     running = draw.data(width) / 10, 1 + draw.data(width) ** 2
 

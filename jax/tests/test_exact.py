@@ -38,6 +38,8 @@ def test_square_weights_and_as_many_rows():
 
 def test_batchnorm_in_training_is_refused_and_its_line_named():
     losses_fn, params, batch = resnet(8, training=True)
-    with pytest.raises(UnsupportedOperation, match=r"`reduce_sum` at \S*networks.py:\d+.* sums over rows, and its result"):
+    with pytest.raises(
+        UnsupportedOperation, match=r"`reduce_sum` at \S*networks.py:\d+.* sums over rows, and its result"
+    ):
         check(losses_fn, params, batch, [1, 2])
     check(losses_fn, params, batch, range(8))  # all rows are the plain backward, whatever it mixes

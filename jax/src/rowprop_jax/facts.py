@@ -1,4 +1,4 @@
-"""What is known of one value of a backward, and how facts of several values join."""
+"""What is known of one value of a backward, how facts join, and the errors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from math import prod
 
 Shape = tuple[int, ...]
 WHOLE = -1
-"""The value of :attr:`Value.number` whose elements all equal their row's number."""
+"""The :attr:`Value.number` of a value whose elements all are their row's number."""
+
+
+class InvalidInput(ValueError):
+    """An argument has the wrong shape, dtype or range."""
+
+
+class UnsupportedOperation(RuntimeError):
+    """Rows mix in the backward, or nothing shows that they do not: refused, as any gradient would be another one."""
 
 
 class Mixes(Exception):
     """A rule cannot show that rows stay apart; the message says where and why, ``{}`` being the operation."""
 
-    back: bool = False  # whether a sum over rows goes back into rows, which says more than what else was found before
+    back = False  # a sum over rows goes back into rows: this tells more than what was found on its way
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows lie in a shape: ``shape[axis] == outer * num_rows * inner``, as a reshape that merges axes leaves.
+    """Where rows lie in a shape: ``shape[axis] == outer * num_rows * inner``, as a reshape that merges axes does.
 
-    ``outer`` is None where all rows are alike, as those of a broadcast scalar are: then every split of the axis holds.
+    ``outer`` is None where all rows are alike, as those of a broadcast scalar: then any split of the axis holds.
     """
 
     axis: int
@@ -32,13 +40,13 @@ class Rows:
 class Value:
     """One value of the backward of all N rows, beside its twin in the backward of the K kept rows.
 
-    The facts are true when the cotangents of the rows that are not kept are zero:
+    The facts are true when the cotangents of the other rows are zero:
 
-    * ``rows`` is None: both backwards hold the same array. Else the twin holds the kept rows of this one.
+    * ``rows``: where the rows lie, of which the twin has the kept ones; None: both backwards hold the same array.
     * ``zero``: the rows that are not kept are zero; a value without rows is zero altogether.
-    * ``number``: elements equal their row's number instead, and each backward counts its own rows from 0: all elements
+    * ``number``: elements are their row's number instead, and each backward counts its own rows from 0: all elements
       (:data:`WHOLE`), or those of one column of the last axis.
-    * ``summed``: which operation summed over rows on the way to this value.
+    * ``summed``: an operation that summed over rows on the way to this value.
     * ``why``: what spoils the facts, in words; None where they are proven.
     """
 
@@ -67,15 +75,15 @@ def joined(layouts: Iterable[Rows | None]) -> Rows | None:
 
 def either(a: Value, b: Value) -> Value:
     """What holds of both: of a loop's carry before and after a step, of a branch and another."""
-    why = a.why or b.why or (None if a.number == b.number else "the number of a row takes part in a loop or a branch")
+    why = a.why or b.why or (None if a.number == b.number else "a loop or a branch computes with the number of a row")
     return Value(joined([a.rows, b.rows]), a.zero and b.zero, a.number, a.summed or b.summed, why)
 
 
 def rows_of(shape: Shape, twin: Shape, sizes: tuple[int, int]) -> Rows | None:
-    """Where the rows lie, as the shapes of N and of K rows tell; a merged axis is taken to have its rows outermost."""
+    """Where the rows lie, as the shapes with N and with K rows tell; in a merged axis they count as outermost."""
     changed = [axis for axis, (n, k) in enumerate(zip(shape, twin, strict=True)) if n != k]
-    if any(shape[axis] % sizes[0] or shape[axis] * sizes[1] != twin[axis] * sizes[0] for axis in changed) or changed[1:]:
-        raise Mixes(f"{{}} has the shape {shape} with {sizes[0]} rows and {twin} with {sizes[1]}: not one part per row")
+    if len(changed) > 1 or any(shape[a] % sizes[0] or shape[a] * sizes[1] != twin[a] * sizes[0] for a in changed):
+        raise Mixes(f"{{}} has the shape {shape} with {sizes[0]} rows and {twin} with {sizes[1]}, not a part per row")
     return Rows(changed[0]) if changed else None
 
 

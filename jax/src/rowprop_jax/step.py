@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rowprop_jax.errors import InvalidInput, UnsupportedOperation
+from rowprop_jax.facts import InvalidInput, UnsupportedOperation
 from rowprop_jax.sliced import Tree, vjp
 
 Select = Callable[[Any, Any, int], tuple[Any, Any]]
@@ -18,7 +18,7 @@ TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e
 
 
 class Record(NamedTuple):
-    """What a step did: ``losses`` of all rows ``(N,)``, the kept ``rows`` and their ``weights`` ``(K,)``, and ``aux``."""
+    """What a step did: ``losses`` of all rows ``(N,)``, the kept ``rows`` and ``weights`` ``(K,)``, ``aux``."""
 
     losses: Any
     rows: Any
@@ -27,7 +27,7 @@ class Record(NamedTuple):
 
 
 def top_k(losses: Any, key: Any, num_kept: int) -> tuple[Any, Any]:
-    """The rows with the largest losses (OHEM), each with the weight 1/K. Biased, which is its point; ``key`` is unused."""
+    """The rows with the largest losses (OHEM), each with the weight 1/K: biased, on purpose. ``key`` is unused."""
     return jax.lax.top_k(losses, num_kept)[1], jnp.full(num_kept, 1 / num_kept, losses.dtype)
 
 
@@ -74,7 +74,9 @@ def value_and_grad(
     def step(params: Tree, batch: Tree, *args: Any, key: Any = None) -> tuple[Record, Tree]:
         losses, pullback, *aux = vjp(losses_fn, params, batch, *args, has_aux=has_aux)
         if losses.ndim != 1:
-            raise InvalidInput(f"losses_fn returned the shape {losses.shape} but one loss per row was needed, shape (N,).")
+            raise InvalidInput(
+                f"losses_fn returned the shape {losses.shape} but one loss per row was needed, shape (N,)."
+            )
         num_kept = max(1, math.ceil(keep * len(losses) - 1e-9))
         rows, weights = select(jax.lax.stop_gradient(losses), key, num_kept)
         return Record(losses, rows, weights, *aux), pullback(rows, weights)
@@ -129,6 +131,8 @@ def verify(losses_fn: Callable[..., Any], params: Tree, batch: Tree, rows: Any, 
         return Verification("refused", math.nan, tolerance, str(refused))
     pairs = [(a.astype(float), b.astype(float)) for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)]
     floor = max(float(jnp.abs(b).max(initial=0)) for _, b in pairs) / 100 or 1.0
-    error = max(float((jnp.abs(a - b) / jnp.maximum(jnp.abs(b).max(initial=0), floor)).max(initial=0)) for a, b in pairs)
+    error = max(
+        float((jnp.abs(a - b) / jnp.maximum(jnp.abs(b).max(initial=0), floor)).max(initial=0)) for a, b in pairs
+    )
     status = "exact" if error <= tolerance else "differs"
     return Verification(status, error, tolerance, f"the largest error is {error:.1e}, and {tolerance:.0e} is allowed")

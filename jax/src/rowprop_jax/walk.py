@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import summarize
 
 from rowprop_jax.facts import Mixes, Rows, Shape, Value, joined, rows_of
@@ -18,10 +18,8 @@ Facts = list[Value]
 Rule = Callable[["Op"], "Value | Facts"]
 RULES: dict[str, Rule] = {}
 """Primitive -> rule. What is not here is refused where a row reaches it."""
-
 CAREFUL = set[str]()
 """Primitives whose rules answer by themselves for operands that hold a row's number or whose facts are spoiled."""
-
 SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes"}
 """Parameters that may differ with the batch size; every other one has to be the same."""
 
@@ -42,31 +40,24 @@ def rule(names: str, *, careful: bool = False) -> Callable[[Rule], Rule]:
 class Op:
     """One equation of the backward of N rows, beside its twin of K."""
 
-    def __init__(self, eqn: JaxprEqn, twin: JaxprEqn, ins: Facts, sizes: tuple[int, int], caller: str):
-        self.eqn, self.twin, self.ins, self.sizes, self.caller = eqn, twin, ins, sizes, caller
+    def __init__(self, eqn: Any, twin: Any, ins: Facts, sizes: tuple[int, int], caller: str) -> None:
+        self.eqn, self.twin, self.ins, self.sizes = eqn, twin, ins, sizes
         self.params: dict[str, Any] = eqn.params
         self.shapes: list[Shape] = [var.aval.shape for var in eqn.invars]  # of operands, with N rows
-        self.outs: list[tuple[Shape, Shape]] = [  # of results, with N rows and with K
-            (n.aval.shape, k.aval.shape) for n, k in zip(eqn.outvars, twin.outvars, strict=True)
-        ]
+        shapes = [[var.aval.shape for var in side.outvars] for side in (eqn, twin)]
+        self.outs: list[tuple[Shape, Shape]] = list(zip(*shapes, strict=True))  # of results, with N rows and with K
         self.zeros = [value.zero for value in ins]
         self.spoiled = next((value.why for value in ins if value.why), None)
-        self.counts = any(value.number is not None for value in ins)
+        # The line of the user's program; the caller's where a library's function has none of its own.
+        self.place = summarize(eqn.source_info).removeprefix(f"{Path.cwd()}/") or caller
+        self.name = f"`{eqn.primitive.name}` at {self.place}"
+        counts = any(value.number is not None for value in ins)
+        self.counts = f"{self.name} computes with the number of a row" if counts else None
 
     @property
     def rows(self) -> Rows | None:
         """The layout that all operands share."""
         return joined(value.rows for value in self.ins)
-
-    @property
-    def place(self) -> str:
-        """The line of the user's program; the caller's where a library's function has none of its own."""
-        return summarize(self.eqn.source_info).removeprefix(f"{Path.cwd()}/") or self.caller
-
-    @property
-    def name(self) -> str:
-        """The primitive and its place, in words."""
-        return f"`{self.eqn.primitive.name}` at {self.place}"
 
     def summed(self, *values: Value) -> Value:
         """The sum over rows of a product of these: the same in both backwards if the terms of other rows are zero."""
@@ -83,24 +74,17 @@ class Op:
         return walk(program, twin, ins, self.sizes, self.place)
 
 
-def walk(program: Any, twin: Any, ins: Sequence[Value], sizes: tuple[int, int], caller: str = "?") -> Facts:
-    """Facts of a program's results from those of its arguments.
+def walk(program: Any, twin: Any, ins: Sequence[Value], sizes: tuple[int, int], caller: str = "its end") -> Facts:
+    """Facts of the results of ``program``, a jaxpr of N rows, from those of its arguments; ``twin`` has K rows.
 
-    Args:
-        program: A jaxpr of N rows, closed or not.
-        twin: The same function's jaxpr of K rows.
-        ins: Facts of the arguments.
-        sizes: ``(N, K)``.
-        caller: The line that called the program.
-
-    Raises:
-        Mixes: The two are not the same program but for sizes.
+    ``sizes`` is ``(N, K)``, ``caller`` the line that calls the program. Raises Mixes where the two are not the same
+    program but for sizes.
     """
     jaxpr, other = (traced.jaxpr if isinstance(traced, ClosedJaxpr) else traced for traced in (program, twin))
     facts = dict(zip(jaxpr.invars, ins, strict=True))
     twins = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*other.invars, *other.constvars], strict=True))
     for var, n, k in zip(jaxpr.constvars, getattr(program, "consts", ()), getattr(twin, "consts", ()), strict=True):
-        facts[var] = Value(why=None if _same(n, k) else "an array inside of losses_fn depends on the batch size")
+        facts[var] = Value(why=None if _same(n, k) else "an array made in losses_fn depends on the batch size")
 
     def read(n: Any, k: Any, user: str) -> Value:
         if isinstance(n, Literal) and isinstance(k, Literal):
@@ -110,17 +94,17 @@ def walk(program: Any, twin: Any, ins: Sequence[Value], sizes: tuple[int, int], 
             raise Mixes(f"losses_fn has other operands in {user} with {sizes[0]} rows than with {sizes[1]}")
         return facts[n]
 
-    for eqn, eqn_k in zip_longest(jaxpr.eqns, other.eqns):
-        name = Op(eqn or eqn_k, eqn or eqn_k, [], sizes, caller).name
-        if not eqn or not eqn_k or eqn.primitive is not eqn_k.primitive or _arity(eqn) != _arity(eqn_k):
+    for n, k in zip_longest(jaxpr.eqns, other.eqns):
+        name = Op(n or k, n or k, [], sizes, caller).name
+        if not n or not k or n.primitive is not k.primitive or _arity(n) != _arity(k):
             raise Mixes(f"losses_fn is another program with {sizes[0]} rows than with {sizes[1]}, from {name} on")
-        ins = [read(n, k, name) for n, k in zip(eqn.invars, eqn_k.invars, strict=True)]
-        facts.update(zip(eqn.outvars, _results(Op(eqn, eqn_k, ins, sizes, caller)), strict=True))
-        twins.update(zip(eqn.outvars, eqn_k.outvars, strict=True))
+        op = Op(n, k, [read(*pair, name) for pair in zip(n.invars, k.invars, strict=True)], sizes, caller)
+        facts.update(zip(n.outvars, _results(op), strict=True))
+        twins.update(zip(n.outvars, k.outvars, strict=True))
     return [read(n, k, caller) for n, k in zip(jaxpr.outvars, other.outvars, strict=True)]
 
 
-def _arity(eqn: JaxprEqn) -> tuple[int, int]:
+def _arity(eqn: Any) -> tuple[int, int]:
     return len(eqn.invars), len(eqn.outvars)
 
 
@@ -133,12 +117,10 @@ def _results(op: Op) -> Facts:
         found, careful = [Value()] * len(op.outs), False
         spoiled = str(mixes).format(op.name) if mixes.back or not spoiled else spoiled
     summed, results = next(filter(None, (value.summed for value in op.ins)), None), list[Value]()
-    for value, (shape, twin) in zip(found, op.outs, strict=True):
-        why, rows = value.why if careful else spoiled, None
-        if op.counts and value.number is None and not careful:
-            why = why or f"{op.name} computes with the number of a row"
+    for value, shapes in zip(found, op.outs, strict=True):
+        why, rows = value.why if careful else spoiled or (op.counts if value.number is None else None), None
         try:
-            rows = rows_of(shape, twin, op.sizes)
+            rows = rows_of(*shapes, op.sizes)
             if (rows and rows.axis) != (value.rows and value.rows.axis):
                 raise Mixes("{} combines a row with another row")
             rows = value.rows
@@ -151,13 +133,11 @@ def _results(op: Op) -> Facts:
 def _by_rule(op: Op) -> Facts:
     known = RULES.get(op.eqn.primitive.name)
     for key, value in op.params.items():
-        if not _alike(value, op.twin.params[key], op.sizes if key in SIZES else None, bool(known)):
+        if not _alike(value, op.twin.params[key], op.sizes if key in SIZES else None, known is not None):
             raise Mixes(f"{{}} has another `{key}` with {op.sizes[0]} rows than with {op.sizes[1]}")
-    if known is None:
-        if any(value.rows for value in op.ins) or any(n != k for n, k in op.outs):
-            raise Mixes("{} has no rule that says whether it mixes rows")
-        return [Value()] * len(op.outs)
-    found = known(op)
+    if known is None and (any(value.rows for value in op.ins) or any(n != k for n, k in op.outs)):
+        raise Mixes("{} has no rule that says whether it mixes rows")
+    found = known(op) if known else Value()
     return found if isinstance(found, list) else [found] * len(op.outs)
 
 
@@ -170,12 +150,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _alike(a: Any, b: Any, sizes: tuple[int, int] | None, known: bool) -> bool:
-    """Whether two parameters are equal, but for sizes that count rows; programs are compared by the rules that know."""
+    """Whether two parameters are equal, but for sizes that count rows; a rule compares the programs that it walks."""
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(_alike(x, y, sizes, known) for x, y in zip(a, b, strict=True))
     if isinstance(a, (Jaxpr, ClosedJaxpr)):
         return known or str(a) == str(b)
     if isinstance(a, (int, np.integer)) and sizes:
-        return a == b or a * sizes[1] == b * sizes[0]
+        return bool(a == b or a * sizes[1] == b * sizes[0])
     # How a function is differentiated is of no account in a backward that is already made.
     return callable(a) or hasattr(a, "call_wrapped") or (_same(a, b) if isinstance(a, np.ndarray) else bool(a == b))
