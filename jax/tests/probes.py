@@ -109,7 +109,7 @@ PROBES = {
     "cond": (lambda w, b: jax.lax.cond(w[0, 0] > 0, lambda h: h**2, jnp.sin, hidden(w, b[0])).sum(1), None),
     "while": (lambda w, b: with_backward(while_backward)(hidden(w, b[0])).sum(1), None),
     "triangular": (
-        lambda w, b: jax.vmap(lambda x: jnp.linalg.norm(jnp.linalg.solve(w + 4 * jnp.eye(4), x)))(hidden(w, b[0])),
+        lambda w, b: jax.vmap(lambda x: jax.scipy.linalg.solve_triangular(w + 4 * jnp.eye(4), x)[0])(hidden(w, b[0])),
         None,
     ),
     "fft": (lambda w, b: jnp.abs(jnp.fft.fft(hidden(w, b[0]), axis=1)).sum(1), None),
@@ -125,6 +125,7 @@ PROBES = {
         )(hidden(w, b[0])).sum(1),
         None,
     ),
+    "clipped gradient": (lambda w, b: with_backward(lambda x, g: g / jnp.linalg.norm(g))(hidden(w, b[0])).sum(1), None),
     # Rows mix.
     "batch mean": (lambda w, b: (hidden(w, b[0]) - hidden(w, b[0]).mean(0)).prod(1), "reduce_sum.*goes back"),
     "cumsum": (lambda w, b: jnp.cumsum(hidden(w, b[0]), 0).sum(1), "cumsum"),
@@ -146,10 +147,6 @@ PROBES = {
         "scan|while",
     ),
     "scan that spreads": (lambda w, b: spread_by_scan(w, b[0]), "scan|reduce_sum|broadcast|mul"),
-    "clipped gradient": (
-        lambda w, b: with_backward(lambda x, g: g / jnp.linalg.norm(g))(hidden(w, b[0])).sum(1),
-        "goes back|sums over",
-    ),
     "gradient of one's own": (lambda w, b: with_backward(lambda x, g: g + 1)(hidden(w, b[0])).sum(1), "sums over all"),
     "gradient of one's own, by a function": (
         lambda w, b: with_backward(lambda x, g: jnp.exp(g))(hidden(w, b[0])).sum(1),

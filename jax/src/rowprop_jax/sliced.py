@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,8 @@ def vjp(losses_fn: Callable[..., Any], params: Tree, batch: Tree, *args: Any, ha
     Returns:
         ``(losses, pullback)``, and ``aux`` of all rows behind them if ``has_aux``. ``pullback(rows, weights)`` takes
         integers ``(K,)`` in [-N, N) and weights ``(K,)``, or cotangents ``(K, ...)``, and returns the gradient of
-        ``sum(weights * losses[rows])``, a pytree like ``params``.
+        ``sum(weights * losses[rows])``, a pytree like ``params``. Rows may repeat, but not where the backward of a
+        ``jax.custom_vjp`` is no linear function of its cotangent.
 
     Raises:
         InvalidInput: ``batch``, the losses, rows or weights have other shapes.
@@ -127,12 +127,11 @@ def _prove(
     batch = range(num_params, num_params + num_batch)
     ins = [Value(Rows(0)) if at in batch else Value() for at in range(len(forward.program.jaxpr.invars))]
     leaves, leaves_k = jax.tree.leaves(forward.residuals), jax.tree.leaves(twin.residuals)
-    told, facts = [Value()] * len(leaves), list[Value]()
-    with suppress(Mixes):  # what the forward computes may depend on all rows
+    facts = list[Value]()
+    try:  # what the forward computes may depend on all rows, but it has to be one program
         told = walk(forward.program, twin.program, ins, sizes)[1 : len(leaves) + 1]
-    try:
         if [(leaf.dtype, leaf.ndim) for leaf in leaves] != [(leaf.dtype, leaf.ndim) for leaf in leaves_k]:
-            raise Mixes(f"losses_fn is another program with {sizes[0]} rows than with {sizes[1]}")
+            raise Mixes(f"losses_fn saves other arrays with {sizes[0]} rows than with {sizes[1]}")
         for leaf, leaf_k, value in zip(leaves, leaves_k, told, strict=True):
             try:
                 rows = rows_of(leaf.shape, leaf_k.shape, sizes)

@@ -20,7 +20,7 @@ RULES: dict[str, Rule] = {}
 """Primitive -> rule. What is not here is refused where a row reaches it."""
 CAREFUL = set[str]()
 """Primitives whose rules answer by themselves for operands that hold a row's number or whose facts are spoiled."""
-SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes"}
+SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes"}
 """Parameters that may differ with the batch size; every other one has to be the same."""
 
 
