@@ -24,7 +24,7 @@ rule("integer_pow")(lambda op: Value(op.rows, op.zeros[0] and op.params["y"] > 0
 rule("""exp exp2 log cos acos cosh acosh logistic pow rsqrt eq ne ge le gt not is_finite erfc erf_inv lgamma digamma
 clamp nextafter shift_left shift_right_logical shift_right_arithmetic population_count clz atan2 bitcast_convert_type
 random_wrap random_unwrap random_seed threefry2x32""")(lambda op: Value(op.rows))
-rule("convert_element_type copy copy_p")(lambda op: op.ins[0])
+rule("convert_element_type copy")(lambda op: op.ins[0])
 rule("optimization_barrier", careful=True)(lambda op: op.ins)
 
 
@@ -156,7 +156,8 @@ def _dynamic(op: Op) -> Value:
     arrays = 2 if op.eqn.primitive.name == "dynamic_update_slice" else 1
     if any(value.rows for value in op.ins[arrays:]):
         raise Mixes("{} starts at another place in each row")
-    return _apart(op, _cut(op.shapes[0], [*op.shapes, op.outs[0][0]][-1 if arrays == 1 else 1]), all(op.zeros[:arrays]))
+    part = op.shapes[1] if arrays == 2 else op.outs[0][0]
+    return _apart(op, _cut(op.shapes[0], part), all(op.zeros[:arrays]))
 
 
 @rule("reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add")
@@ -244,15 +245,16 @@ def _scatter(op: Op) -> Value:
     places = _but(len(op.shapes[2]), numbers.update_window_dims)  # of the index's axes, in the updates
     windows = _but(len(op.shapes[0]), numbers.inserted_window_dims, numbers.operand_batching_dims)
     pairs = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, numbers.scatter_dims_to_operand_dims
-    fact, numbered = Value(zero=array.zero and updates.zero, why=op.spoiled), array.number or updates.number
-    if index.rows and updates.rows and numbered is None and updates.rows.axis in places:
+    fact = Value(zero=array.zero and updates.zero, why=op.spoiled)
+    numbered = array.number is not None or updates.number is not None
+    if index.rows and updates.rows and updates.rows.axis in places and not numbered:
         same = joined([Rows(0, index.rows.outer), Rows(0, updates.rows.outer)])
         if same and places.index(updates.rows.axis) == index.rows.axis:
             if _own(op, *pairs):
                 return replace(fact, rows=array.rows)
             if array.rows is None and index.number is None and op.eqn.primitive.name == "scatter-add":
                 return replace(op.summed(updates), why=op.spoiled)  # the gradient of an embedding
-    elif index.rows is None and updates.rows and updates.rows.axis in numbers.update_window_dims and numbered is None:
+    elif index.rows is None and updates.rows and updates.rows.axis in numbers.update_window_dims and not numbered:
         place = windows[list(numbers.update_window_dims).index(updates.rows.axis)]
         if place not in numbers.scatter_dims_to_operand_dims:
             return replace(fact, rows=joined([array.rows, Rows(place, updates.rows.outer)]))
@@ -271,7 +273,7 @@ def _random(op: Op) -> Value:
 # Programs in programs.
 
 
-@rule("jit closed_call core_call remat2 custom_jvp_call custom_vjp_call", careful=True)
+@rule("jit call closed_call remat2 custom_jvp_call custom_vjp_call", careful=True)
 def _call(op: Op) -> Facts:
     key = "jaxpr" if "jaxpr" in op.params else "call_jaxpr"
     return op.walk(op.params[key], op.twin.params[key], op.ins)
