@@ -34,9 +34,9 @@ def spread_by_scan(w, x):
 
     def step(carry, _):
         h, mean = carry
-        return (h + mean, jnp.broadcast_to(h.mean(0), mean.shape)), None
+        return (h + mean, h.sum(0) / 10), None
 
-    return jax.lax.scan(step, (hidden(w, x), jnp.zeros_like(x)), None, 3)[0][0].sum(1)
+    return jax.lax.scan(step, (hidden(w, x), jnp.zeros(4)), None, 3)[0][0].sum(1)
 
 
 def while_backward(x, grad):
@@ -48,11 +48,11 @@ def while_some_row(x, grad):
 
 
 def with_vjp_of_w(w, b):
-    """One branch of the backward has a gradient for rows whose cotangent is zero; the weights choose the other."""
+    """One branch of the backward has a gradient for rows whose cotangent is zero; the weights choose it."""
     pair = jax.custom_vjp(lambda w, h: h)
 
     def backward(w, g):
-        return jnp.zeros_like(w), jax.lax.cond(w[0, 0] > 0, lambda g: g, lambda g: g + 1, g)
+        return jnp.zeros_like(w), jax.lax.cond(w[0, 0] > 0, lambda g: g + 1, lambda g: g, g)
 
     pair.defvjp(lambda w, h: (h, w), backward)
     return pair(w, hidden(w, b[0])).sum(1)
@@ -128,10 +128,19 @@ PROBES = {
     "clipped gradient": (lambda w, b: with_backward(lambda x, g: g / jnp.linalg.norm(g))(hidden(w, b[0])).sum(1), None),
     # Rows mix.
     "batch mean": (lambda w, b: (hidden(w, b[0]) - hidden(w, b[0]).mean(0)).prod(1), "reduce_sum.*goes back"),
+    "mean in a function": (
+        lambda w, b: jax.jit(lambda h: h - h.mean(0))(hidden(w, b[0])).prod(1),
+        "reduce_sum.*goes back",
+    ),
+    "written elsewhere": (lambda w, b: jnp.zeros_like(b[0]).at[b[1]].add(hidden(w, b[0])).sum(1), "gather"),
+    "steps as many as rows": (
+        lambda w, b: jax.lax.scan(lambda h, _: (h * 0.5, None), hidden(w, b[0]), None, len(b[0]))[0].sum(1),
+        "another `length`",
+    ),
     "cumsum": (lambda w, b: jnp.cumsum(hidden(w, b[0]), 0).sum(1), "cumsum"),
     "sort": (lambda w, b: jnp.sort(hidden(w, b[0]).sum(1)), "scatter-add"),
     "reversed": (lambda w, b: hidden(w, b[0])[::-1].sum(1) * b[0][:, 0], "rev"),
-    "rolled": (lambda w, b: jnp.roll(hidden(w, b[0]), 1, 0).sum(1), "sizes|slice|pad|concatenate"),
+    "rolled": (lambda w, b: jnp.roll(hidden(w, b[0]), 1, 0).sum(1), "split"),
     "permuted": (lambda w, b: hidden(w, b[0])[b[1]].sum(1), "scatter-add"),
     "permuted in each": (lambda w, b: hidden(w, b[0])[b[1], jnp.arange(len(b[1])) % 4], "scatter-add"),
     "pairs": (lambda w, b: jax.nn.log_softmax(hidden(w, b[0]) @ b[0].T)[:, 0], "dot_general"),
