@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+solved = jax.scipy.linalg.solve_triangular
+
 
 def hidden(w, x):
     return jnp.tanh(x @ w)
@@ -61,7 +63,7 @@ def with_vjp_of_w(w, b):
 def experts(w, x):
     """Each row goes into a slot of its expert, of which there are few: the rows before decide whether there is room."""
     one_hot = jax.nn.one_hot(jnp.argmax(x, 1), 4)
-    slots = jax.nn.one_hot((jnp.cumsum(one_hot, 0) * one_hot).sum(1) - 1, 3) * 1.0
+    slots = jax.nn.one_hot((jnp.cumsum(one_hot, 0) * one_hot).sum(1).astype(int) - 1, 3) * 1.0
     dispatch = jnp.einsum("ne,ns->nes", one_hot, slots)
     return jnp.einsum("nes,esc->nc", dispatch, hidden(w, jnp.einsum("nes,nc->esc", dispatch, hidden(w, x)))).sum(1)
 
@@ -82,7 +84,7 @@ PROBES = {
     "embedding": (lambda w, b: (hidden(w, w)[b[1]] * b[0]).sum(1), None),
     "window": (lambda w, b: hidden(w, b[0])[:, jnp.array([0, 2, 2])].sum(1), None),
     "written window": (
-        lambda w, b: jnp.zeros_like(b[0]).at[:, jnp.array([0, 2])].add(hidden(w, b[0])[:, :2]).prod(1),
+        lambda w, b: jnp.zeros_like(b[0]).at[:, jnp.array([0, 2])].add(hidden(w, b[0])[:, :2] ** 2).sum(1),
         None,
     ),
     "slices": (lambda w, b: jax.lax.dynamic_slice_in_dim(hidden(w, b[0])[:, ::-1], 1, 2, 1).sum(1), None),
@@ -109,7 +111,7 @@ PROBES = {
     "cond": (lambda w, b: jax.lax.cond(w[0, 0] > 0, lambda h: h**2, jnp.sin, hidden(w, b[0])).sum(1), None),
     "while": (lambda w, b: with_backward(while_backward)(hidden(w, b[0])).sum(1), None),
     "triangular": (
-        lambda w, b: jax.vmap(lambda x: jax.scipy.linalg.solve_triangular(w + 4 * jnp.eye(4), x)[0])(hidden(w, b[0])),
+        lambda w, b: jax.vmap(lambda x: solved(w * x + 4 * jnp.eye(4), x)[0])(hidden(w, b[0])),
         None,
     ),
     "fft": (lambda w, b: jnp.abs(jnp.fft.fft(hidden(w, b[0]), axis=1)).sum(1), None),

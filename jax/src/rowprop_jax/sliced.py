@@ -128,10 +128,13 @@ def _prove(
     ins = [Value(Rows(0)) if at in batch else Value() for at in range(len(forward.program.jaxpr.invars))]
     leaves, leaves_k = jax.tree.leaves(forward.residuals), jax.tree.leaves(twin.residuals)
     facts = list[Value]()
-    try:  # what the forward computes may depend on all rows, but it has to be one program
+    try:
         told = walk(forward.program, twin.program, ins, sizes)[1 : len(leaves) + 1]
+    except Mixes as mixes:  # two programs, whose backwards may be one all the same
+        told = [Value(why=str(mixes))] * len(leaves)
+    try:
         if [(leaf.dtype, leaf.ndim) for leaf in leaves] != [(leaf.dtype, leaf.ndim) for leaf in leaves_k]:
-            raise Mixes(f"losses_fn saves other arrays with {sizes[0]} rows than with {sizes[1]}")
+            raise Mixes(next(filter(None, (value.why for value in told)), "the forward saves other arrays"))
         for leaf, leaf_k, value in zip(leaves, leaves_k, told, strict=True):
             try:
                 rows = rows_of(leaf.shape, leaf_k.shape, sizes)
