@@ -142,7 +142,7 @@ def _prove(
                 raise Mixes(value.why or str(mixes).format("an array that the forward saves")) from None
             found = rows and value.rows and rows.axis == value.rows.axis and value.rows.outer
             facts.append(Value(value.rows if found else rows, number=None if value.why else value.number))
-        grads = walk(*programs, [*facts, Value(Rows(0), zero=True)], sizes)
+        grads = walk(programs[0], programs[1], [*facts, Value(Rows(0), zero=True)], sizes)
         why = next(filter(None, (value.why for value in grads)), None)
     except Mixes as mixes:
         why = str(mixes)
