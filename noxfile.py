@@ -36,6 +36,7 @@ COMPOSER = "mosaicml==0.32.1 mosaicml-cli==0.7.5 torch-optimizer==0.3.0 pytorch-
 TRAINERS = """trl==1.16.0 transformers==5.23.0 peft==0.21.2 lightning==2.6.6 skorch==1.4.0 pytorch-ignite==0.5.5
 ray[train]==2.60.0 tensorboard==2.21.0 mlflow-skinny==3.17.2 sqlalchemy alembic trackio==0.43.0 wandb==0.31.0
 sentence-transformers==6.2.0 pytest""".split()
+JAX = "flax equinox optax scikit-learn pyright[nodejs] pytest pytest-xdist".split()
 ALL_CORES = "-n auto --maxprocesses 8 --dist worksteal".split()
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # beside a process for each core: more threads slow each other down
 
@@ -196,6 +197,20 @@ def integrations(session: nox.Session) -> None:
     tests = files("trl lightning trainer trainers accelerate ray loggers grpo your_framework zeros_frameworks")
     tests += [f"tests/docs/test_examples.py::test_the_{one}" for one in examples]
     session.run("pytest", *tests, *session.posargs)
+
+
+@nox.session(python=interpreter("3.11"))
+def jax(session: nox.Session) -> None:
+    """Build rowprop-jax, and check and test its wheel beside Flax, Equinox and Optax, without torch."""
+    wheels = Path(session.virtualenv.location, "wheels").resolve()
+    session.chdir("jax")
+    session.install("build", "-c", "constraints.txt")
+    shutil.rmtree(wheels, ignore_errors=True)
+    session.run("python", "-m", "build", "--wheel", "--outdir", str(wheels), silent=True)
+    session.install("--force-reinstall", "--no-deps", *map(str, wheels.glob("*.whl")))
+    session.install("rowprop-jax", *JAX, "-c", "constraints.txt")
+    session.run("pyright")
+    session.run("pytest", "-n", "2", "tests", "--pyargs", "rowprop_jax", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -1,0 +1,102 @@
+"""A step of the kept rows beside the plain step, the two-forward way and the limit (F + kB) / (F + B), on one thread.
+
+``python benchmarks/bench_step.py --rounds 20`` prints a table in Markdown. Rounds are interleaved, figures are medians
+of CPU seconds, so that other programs on the machine count little. The limit is that of FLOPs: a forward by itself is
+compiled to another program than that of a step, and on a CPU may take longer than a whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
+
+import jax  # noqa: E402
+
+import rowprop_jax  # noqa: E402
+from flops import count_flops  # noqa: E402
+from networks import cnn, gpt, lstm, mlp, vit  # noqa: E402
+
+KEEPS = 0.1, 0.25, 0.5
+NETWORKS = {
+    "MLP, N = 512": lambda: mlp(512, width=1024, inputs=512, depth=4),
+    "CNN, N = 64": lambda: cnn(64, width=64, side=32),
+    "ViT, N = 64": lambda: vit(64, width=192, side=32, depth=4, heads=3),
+    "GPT, N = 32": lambda: gpt(32, width=192, length=64, vocabulary=512, depth=4, heads=3),
+    "LSTM, N = 128": lambda: lstm(128, width=256, inputs=128, length=32),
+}
+
+
+def programs(network):
+    """The forward, the plain step, and for each keep the sliced step and the two-forward one, all compiled."""
+    losses_fn, params, batch = network()
+    found = {"forward": jax.jit(losses_fn), "plain": jax.jit(jax.grad(lambda p, b: losses_fn(p, b).mean()))}
+    for keep in KEEPS:
+        found["sliced", keep] = jax.jit(rowprop_jax.value_and_grad(losses_fn, rowprop_jax.top_k, keep=keep))
+
+        def recompute(p, b, keep=keep):
+            num_kept = -int(-keep * jax.tree.leaves(b)[0].shape[0] // 1)
+            rows = jax.lax.top_k(losses_fn(p, b), num_kept)[1]
+            return jax.grad(lambda p: losses_fn(p, jax.tree.map(lambda a: a[rows], b)).mean())(p)
+
+        found["recompute", keep] = jax.jit(recompute)
+    return {name: function.lower(params, batch).compile() for name, function in found.items()}, (params, batch)
+
+
+def timed(compiled, inputs):
+    start = time.process_time()
+    jax.block_until_ready(compiled(*inputs))
+    return time.process_time() - start
+
+
+def medians(compiled, inputs, rounds):
+    for function in compiled.values():
+        timed(function, inputs)
+    taken = {name: [] for name in compiled}
+    for _ in range(rounds):
+        for name, function in compiled.items():
+            taken[name].append(timed(function, inputs))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--network", help="the beginning of one network's name")
+    arguments = parser.parse_args()
+    cpu = next(
+        (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?"
+    )
+    print(f"One thread of {cpu}, jax {jax.__version__}, float32, medians of {arguments.rounds} interleaved rounds.\n")
+    print(
+        "| network, keep | FLOPs over F + kB | step over plain | its limit | over the limit | two forwards over plain |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, network in NETWORKS.items():
+        if arguments.network and not name.startswith(arguments.network):
+            continue
+        compiled, inputs = programs(network)
+        flops = {way: count_flops(function) for way, function in compiled.items()}
+        seconds = medians(compiled, inputs, arguments.rounds)
+        num_rows = len(jax.tree.leaves(inputs[1])[0])
+        for keep in KEEPS:
+            share = -int(-keep * num_rows // 1) / num_rows
+            limit_flops = flops["forward"] + share * (flops["plain"] - flops["forward"])
+            limit = limit_flops / flops["plain"]
+            sliced, twice = (seconds[way, keep] / seconds["plain"] for way in ("sliced", "recompute"))
+            ratio = flops["sliced", keep] / limit_flops
+            print(
+                f"| {name}, {keep} | {ratio:.3f} | {sliced:.3f} | {limit:.3f} | {sliced / limit:.3f} | {twice:.3f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
