@@ -42,7 +42,10 @@ def parts(rng, w, batch):
         "embedding": lambda h: h + jnp.sin(w())[batch()[1] % C][:, None],
         "gathered": gathered,
         "numbered": numbered,
-        "reduced": lambda h: h - h.mean(axis, keepdims=True) + h.max(axis, keepdims=True),
+        # Not h.max(): compiled, JAX's own gradient may not find the maximum again that it compares with.
+        "reduced": lambda h: (
+            h - h.mean(axis, keepdims=True) + jnp.take_along_axis(h, h.argmax(axis, keepdims=True), axis)
+        ),
         "reshaped": lambda h: jnp.tanh(h.reshape(-1, C) @ w()).reshape(-1, T, C),
         "reshaped, rows inside": lambda h: (
             jnp.tanh(h.swapaxes(0, 1).reshape(-1, C) @ w()).reshape(T, -1, C).swapaxes(0, 1)

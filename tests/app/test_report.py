@@ -335,7 +335,7 @@ def test_the_page_tells_whose_order_of_rows_differs(compared: tuple[Path, Any], 
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-STUDY = RESULTS / "2026-11-21-recipes-cpu-1-threads.json"
+STUDY = RESULTS / "2026-11-26-recipes-cpu-1-threads.json"
 PAGE_BYTES = 400_000
 
 
@@ -363,7 +363,7 @@ def test_the_heading_follows_the_losses(share, heading: str, needed: int | None,
     # Red when: the heading is fixed; the share that holds 90 % of nothing is looked for.
     monkeypatch.setattr(page, "svg", lambda *_: "")
     curve = [share(percent / 100) for percent in range(101)]
-    results, data = of_the_study("fashion-mnist-epochs", torch.rand(10, 1, 8, 8))
+    results, data = of_the_study("fashion-mnist", torch.rand(10, 1, 8, 8))
     for run in results["runs"]:
         run["loss_shares"] = [{"epoch": 1.0, "share": curve}, {"epoch": 2.0, "share": curve}]
     text = " ".join(render_report(results, data).split())
@@ -378,7 +378,7 @@ def test_the_heading_follows_the_losses(share, heading: str, needed: int | None,
 )
 def test_a_label_is_doubted_by_models_that_know_better_alone(accuracy: float, said: str):
     # Red when: models that are right on a third of the rows make every label doubtful.
-    results, data = of_the_study("fashion-mnist-epochs", torch.rand(10, 1, 8, 8))
+    results, data = of_the_study("fashion-mnist", torch.rand(10, 1, 8, 8))
     for place, method in enumerate(results["methods"]):
         method["accuracy"]["mean"] = accuracy - 0.01 * place
     text = " ".join(render_report(results, data).split())
@@ -389,10 +389,10 @@ def test_a_label_is_doubted_by_models_that_know_better_alone(accuracy: float, sa
 def test_a_report_of_all_methods_with_its_gallery_is_small(shape: tuple[int, ...]):
     # Red when: a library travels along, or pictures of noise, which no format makes small, are shown as they come.
     rows = torch.rand(10, *shape, generator=torch.Generator().manual_seed(0))
-    text = render_report(*of_the_study("fashion-mnist-epochs", rows))
+    text = render_report(*of_the_study("fashion-mnist", rows))
     assert len(text.encode()) <= PAGE_BYTES
     assert text.count("<svg") == 4 and text.count('src="data:image/') == 40 and "<script" not in text
-    text = render_report(*of_the_study("wordnet-epochs", torch.zeros(2, 24), ("long " * 5000,) * 2))
+    text = render_report(*of_the_study("wordnet", torch.zeros(2, 24), ("long " * 5000,) * 2))
     assert len(text.encode()) <= PAGE_BYTES and text.count("<q>") == 40
 
 

@@ -57,9 +57,6 @@ def test_the_page_says_what_was_measured(held: dict[str, Any]):
     # Red with another result than the newest, and with a figure changed on the page.
     page = (thin_shares.FIGURE.parents[1] / "thinning.md").read_text()
     (part,) = re.findall(r"`python benchmarks/thin_shares.py`.*?\n\n", page, re.DOTALL)
-    top, *_, bottom = [*held["keep"].values()][::-1]
-    flops = held["flops"]
-    said = [flops[0], flops[-1], mean(flops), top[-1], bottom[-1], held["picked"]]
+    said = [mean(held["flops"]), held["flops"][-1]]
     assert re.findall(r"\d\.\d\d", part) == [f"{number:.2f}" for number in said]
     assert RESULT.with_suffix(".md").name in part
-    assert f"{held['total']} steps" in part

@@ -105,7 +105,8 @@ def pick(
         tensor([72., 90.])
     """
     if not isinstance(input, Tensor) or input.ndim == 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"input is {_described(input)} but one entry per row was needed; pass unreduced losses.")
+        needed = "one entry per row was needed; pass the losses of reduction='none'."
+        raise InvalidInput(f"input is {_described(input)} but {needed}")
     if input.is_nested or input.layout is not torch.strided:
         raise InvalidInput(f"input is {'nested' if input.is_nested else input.layout}; pad it, or call to_dense().")
     check_choice("pick", "batchnorm", batchnorm, (None, "rows", "exact"))
@@ -158,7 +159,7 @@ def _tensor_of(rows: Any, device: torch.device) -> Any:
             tensor = torch.tensor(given, dtype=None if len(given) else torch.int64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInput(
-            f"rows, a {type(given).__name__}, does not hold whole numbers below 2**63, or bools."
+            f"rows, a {type(given).__name__}, does not hold whole numbers below 2**63, or bools; pass such."
         ) from error
     return tensor.to(device, non_blocking=True)
 
