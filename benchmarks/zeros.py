@@ -197,9 +197,10 @@ def words(vocabulary: int = VOCABULARY) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.WordLevel({f"w{place}": place for place in range(vocabulary)}, unk_token="w0"))
+    names = ["<unk>", "<pad>", "<eos>", *(f"w{place}" for place in range(3, vocabulary))]
+    made = Tokenizer(models.WordLevel({name: place for place, name in enumerate(names)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w1", eos_token="w2")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
 def text(length: int, generator: torch.Generator) -> str:
