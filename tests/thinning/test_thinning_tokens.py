@@ -81,6 +81,7 @@ def test_a_share_is_of_the_tokens_that_came_to_a_block():
     mask[:, -1] = True
     rowprop.pick(model(x).square().mean(2), mask).mean().backward()
     assert kept(handle) == {"1": 0.6, "0": 0.5}  # 3 of 5, and 9 of 18
+    assert "50 to 60 % of the tokens" in repr(handle.record)
     assert int((held[0] != 0).any(2).sum()) == 9
 
 

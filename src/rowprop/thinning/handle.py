@@ -128,6 +128,7 @@ class ThinRecord:
             what pairs save, is not in it.
         pairs: The share of the FLOPs left in weight gradients that are large enough to be summed over drawn pairs; 1 if
             none is, and with ``keep=``.
+        unit: What is drawn, ``"row"`` or ``"token"``.
     """
 
     keep: dict[str, float]
@@ -137,13 +138,14 @@ class ThinRecord:
     reason: str
     saved: float = 0.0
     pairs: float = 1.0
+    unit: Unit = "row"
 
     def __repr__(self) -> str:
         if not self.keep:
             return f"ThinRecord({self.reason})"
         least, most = (f"{100 * share:.0f}" for share in (min(self.keep.values()), max(self.keep.values())))
         kept = most if least == most else f"{least} to {most}"
-        said = f"saved {100 * self.saved:.0f} % of the blocks' backward, which kept {kept} % of the rows"
+        said = f"saved {100 * self.saved:.0f} % of the blocks' backward, which kept {kept} % of the {self.unit}s"
         return f"ThinRecord(backward {self.passes}: {said}; {self.reason})"
 
     def to_dict(self) -> dict[str, float | str]:
@@ -187,7 +189,8 @@ class Thinning(Handle):
     ) -> None:
         super().__init__()
         self.blocks = tuple(blocks)
-        self.record = ThinRecord({}, {}, 0.0, 0, "no backward yet; a model that is compiled whole stays exact")
+        why = "no backward yet; a model that is compiled whole stays exact"
+        self.record = ThinRecord({}, {}, 0.0, 0, why, unit=control.unit)
         self._model = model
         self._control = control
         self._pairs = Pairs(control.tau) if control.keep is None and control.unit == "row" else None
@@ -247,7 +250,7 @@ class Thinning(Handle):
             raise InvalidInput(f"{OWNER} got the state of a generator that {why}") from error
         self._control, self._pairs, self._worth = control, pairs, worth
         self._unread.clear()
-        self.record = ThinRecord({}, {}, 0.0, control.passes, self._reason())
+        self.record = ThinRecord({}, {}, 0.0, control.passes, self._reason(), unit=control.unit)
 
     # --- in the forward -----------------------------------------------------------------------------------------------
 
@@ -393,7 +396,8 @@ class Thinning(Handle):
         works = {place: self._worth.works.get(place, Work(1.0)) for place in keep}
         follows = {place: work.exact - work.mixed * (self._control.unit == "token") for place, work in works.items()}
         saved = sum(follows[p] * (1 - keep[p]) for p in keep) / (sum(work.exact for work in works.values()) or 1.0)
-        return ThinRecord(keep, variance, ratio, self._control.passes, self._reason(), saved, pairs)
+        told = self._control.passes, self._reason(), saved, pairs, self._control.unit
+        return ThinRecord(keep, variance, ratio, *told)
 
     def _reason(self) -> str:
         reasons = [*self._worth.reason(), self._control.reason()]
