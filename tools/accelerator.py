@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import rowprop
+from rowprop import host
 from rowprop.backprop.rowgrad import RowGrad
 
 SOURCE = str(Path(rowprop.__file__).parent)
@@ -58,7 +59,11 @@ def reads(func: Any, args: tuple[Any, ...]) -> bool:
 def place() -> str:
     """The function of rowprop that calls, after the class of its object or else after its module."""
     frame: Any = sys._getframe(1)
-    while frame is not None and (not frame.f_code.co_filename.startswith(SOURCE) or frame.f_code.co_name[0] == "<"):
+    while frame is not None and (
+        not frame.f_code.co_filename.startswith(SOURCE)
+        or frame.f_code.co_name[0] == "<"
+        or frame.f_code is host.reach.__code__
+    ):
         frame = frame.f_back
     if frame is None:
         return "elsewhere"

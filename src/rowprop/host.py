@@ -56,6 +56,12 @@ def mark(device: torch.device) -> Any:
     return event
 
 
+def reach(noted: Any) -> None:
+    """Wait until the device has come to a mark, and what was sent to the host before it is there."""
+    if not isinstance(noted, float):
+        noted.synchronize()
+
+
 def between_s(begin: Any, end: Any) -> float:
     """Seconds between two marks that the device has reached."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000

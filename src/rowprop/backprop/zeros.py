@@ -23,7 +23,7 @@ from rowprop.backprop.watch import note
 from rowprop.batch import map_tensors
 from rowprop.checks import check_choice, check_tensor, check_within
 from rowprop.errors import InvalidInput
-from rowprop.host import mark, readable, waits
+from rowprop.host import mark, reach, readable, waits
 
 MOST = 0.8  # the share of live rows up to which the backward is sliced: above, gathers cost most of what they save
 
@@ -258,8 +258,7 @@ class _Skip:
 
         What was left out is lost then: the whole gradient is freed, and so is what the nodes below had saved.
         """
-        if not isinstance(arrived, float):
-            arrived.synchronize()
+        reach(arrived)
         if int(live) > room:
             raise InvalidInput(
                 f"skip_zeros got {int(live)} live rows of {total} but capacity={self.capacity} takes {room}, so the "

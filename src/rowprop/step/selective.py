@@ -25,7 +25,7 @@ from rowprop.checks import (
 from rowprop.distributed import Ranks, Share, alone, averages_gradients, refuse_join
 from rowprop.engines import Engine, Recompute, engine_of, uses_batch_statistics
 from rowprop.errors import InvalidInput
-from rowprop.host import mark, readable, timed, waits
+from rowprop.host import mark, reach, readable, timed, waits
 from rowprop.schedule import Schedule
 from rowprop.scoring import LossesFn, Scored, Scorer, per_row, score_without_graph
 from rowprop.selection import Context, Selection, Selector, Stateful
@@ -540,8 +540,7 @@ def _check_late(loss: Tensor, late: Late | None, unit: Unit) -> None:
 
     def check() -> None:
         for finite, arrived in late or ():
-            if not isinstance(arrived, float):
-                arrived.synchronize()
+            reach(arrived)
             if not bool(finite.all()):
                 raise _not_finite(finite, unit)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from rowprop.backprop.pick import Unit
 from rowprop.checks import check_numbers
 from rowprop.errors import InvalidInput
-from rowprop.host import mark, readable
+from rowprop.host import mark, reach, readable
 from rowprop.scoring import described, per_token
 from rowprop.selection import Context, Selection
 from rowprop.selection.base import check_fits, unread
@@ -47,8 +47,7 @@ class Tokens:
     def counting(self, device: torch.device) -> Tensor | None:
         """The places of the tokens that count, shape ``(N,)``, among the flattened ones; None without a mask."""
         if self._counted is not None:
-            if not isinstance(self._arrived, float):
-                self._arrived.synchronize()
+            reach(self._arrived)
             places = self._counted.flatten().nonzero().squeeze(1)
             self._on_host, self._places = places, places.to(device, non_blocking=True)
         return self._places

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rowprop.backprop.rows import RowSet
 from rowprop.backprop.sliced import RowSlice
-from rowprop.host import mark, waits
+from rowprop.host import mark, reach, waits
 from rowprop.thinning.control import SHARES, Control, Seen, carried, carry, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
 from rowprop.thinning.drawn import Drawn, norms_of_rows
@@ -150,8 +150,7 @@ class ThinnedBackward:
 
     def read(self) -> tuple[float, float, float] | None:
         """Put the numbers where they belong; return what :meth:`Control.learn` takes of measured weight gradients."""
-        if not isinstance(self._sent, float):
-            self._sent.synchronize()
+        reach(self._sent)
         numbers = iter([] if self._host is None else cast("list[float]", self._host.tolist()))
         for one in self._measured():
             one.read(numbers)
