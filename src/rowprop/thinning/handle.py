@@ -334,7 +334,10 @@ class Thinning(Handle):
         chosen = running.choose(place, forward.number, some, bool(forward.mixes)) if place else None
         if chosen is None:
             return g if running.measures_weights or forward.reenters else None
-        return thinned(some, *chosen, None if self._pairs is None else running.draw_pairs)
+        drawn = thinned(some, *chosen, None if self._pairs is None else running.draw_pairs)
+        if some is not g and not waits(drawn.values):
+            drawn.rows.whole = None  # a CPU counts the drawn tokens of each row, and attention runs their queries alone
+        return drawn
 
     def _running(self, number: int) -> ThinnedBackward:
         """This handle's part of the backward with this number, or, if there is none, of the one that runs."""
@@ -394,10 +397,9 @@ class Thinning(Handle):
             variance = {place: sum(s.added for s in found) / totals[place] for place, found in done.seen.items()}
             ratio = self._control.correction * carried(done.seen)
         works = {place: self._worth.works.get(place, Work(1.0)) for place in keep}
-        follows = {place: work.exact - work.mixed * (self._control.unit == "token") for place, work in works.items()}
-        saved = sum(follows[p] * (1 - keep[p]) for p in keep) / (sum(work.exact for work in works.values()) or 1.0)
-        told = self._control.passes, self._reason(), saved, pairs, self._control.unit
-        return ThinRecord(keep, variance, ratio, *told)
+        unit, exact = self._control.unit, sum(work.exact for work in works.values()) or 1.0
+        left = sum((work.exact - work.mixed * (unit == "token")) * (1 - keep[p]) for p, work in works.items())
+        return ThinRecord(keep, variance, ratio, self._control.passes, self._reason(), left / exact, pairs, unit)
 
     def _reason(self) -> str:
         reasons = [*self._worth.reason(), self._control.reason()]
@@ -431,10 +433,7 @@ def _tokens_of(g: RowSlice) -> RowSlice:
     """The tokens of whole rows (K, T, C) or (T, K, C); other gradients as they are."""
     if g.ndim != 3 or not g.layout.plain or g.dim > 1 or g.shape[1 - g.dim] < 2:
         return g
-    tokens = g.spread(1 - g.dim)
-    if not waits(g.values):  # a CPU counts the drawn tokens of each row, so that attention runs their queries alone
-        tokens.rows.whole = None
-    return tokens
+    return g.spread(1 - g.dim)
 
 
 def _replaced(function: Callable[[Tensor], Tensor], output: Any) -> Any:
