@@ -98,7 +98,7 @@ def flop_ratio(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def recipes(session: nox.Session) -> None:
-    """Train every recipe on images and text, at equal epochs and at equal time: about two hours on one core."""
+    """Train every recipe on images and text, each beside plain training at its cost: about 75 minutes on one core."""
     debian(session, "dataset-fashion-mnist", "wordnet-base")
     session.run(sys.executable, "benchmarks/recipes.py", *session.posargs)
 

@@ -288,7 +288,7 @@ def plan(
     from rowprop.app.page import environment_of, open_folder, write_plan
     from rowprop.cost.plan import plan as make_plan
 
-    options: dict[str, Any] = {"batchnorm": batchnorm, "attention": attention, "unit": unit}
+    options: dict[str, Any] = {"optimizer": None if optimizer == "none" else optimizer, "batchnorm": batchnorm}
     with ticking() as tick:
         if out is not None:
             open_folder(out)
@@ -297,9 +297,8 @@ def plan(
         except ValueError:
             raise InvalidInput(f"--keep is {keep!r} but fractions were needed, e.g. 0.1,0.25.") from None
         subject = _load(tick, model, input_shape, seed, device, dtype, tokens=unit == "token")
-        updated = None if optimizer == "none" else optimizer
-        options |= {"keep": keeps, "optimizer": updated, "rounds": rounds, "seconds": seconds}
-        result = make_plan(*subject, tick=tick, **options)
+        options |= {"attention": attention, "unit": unit, "rounds": rounds, "seconds": seconds}
+        result = make_plan(*subject, keep=keeps, tick=tick, **options)
     where = environment_of(subject.model, subject.batch, result.num_rows)
     _print(model, result, terminal.show_plan, json, environment=where)
     if out is not None:
