@@ -293,6 +293,12 @@ def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
+def kept(handle: rowprop.thinning.Thinning) -> dict[str, float]:
+    """The record of the last backward, also where the numbers of a device are read later."""
+    handle.state_dict()
+    return handle.record.keep
+
+
 def resumed(
     model: nn.Module, step: Callable[[int], object], tau: float, at: int = 23, more: int = 20, unit: Any = "row"
 ) -> rowprop.thinning.Thinning:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.backprop import backward
-from thinning_models import ROWS, Texts, compared, gradient
+from thinning_models import ROWS, Texts, compared, gradient, kept
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
 DRAWS = 60
@@ -58,12 +58,6 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def thin(model: nn.Module, keep: float = 0.5) -> rowprop.thinning.Thinning:
     blocks = BLOCKS if isinstance(model, Net) else None
     return rowprop.thin(model, keep=keep, blocks=blocks, generator=torch.Generator().manual_seed(1))
-
-
-def kept(handle: rowprop.thinning.Thinning) -> dict[str, float]:
-    """The record of the last backward, also where the numbers of a device are read later."""
-    handle.state_dict()
-    return handle.record.keep
 
 
 # --- the expectation --------------------------------------------------------------------------------------------------

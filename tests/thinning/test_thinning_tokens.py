@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import rowprop
 from rowprop.errors import InvalidInput
 from rowprop.thinning.control import SHARES, Seen, _planned_apart, carry
-from thinning_models import PICKED, compared, gradient, layers, resumed, step
+from thinning_models import PICKED, compared, gradient, kept, layers, resumed, step
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
 WIDTH, TOKENS = 4, 6
@@ -21,12 +21,6 @@ WIDTH, TOKENS = 4, 6
 
 def thin(model: nn.Module, keep: float = 0.5, **settings: Any) -> rowprop.thinning.Thinning:
     return rowprop.thin(model, keep=keep, unit="token", generator=torch.Generator().manual_seed(1), **settings)
-
-
-def kept(handle: rowprop.thinning.Thinning) -> dict[str, float]:
-    """The record of the last backward, also where the numbers of a device are read later."""
-    handle.state_dict()
-    return handle.record.keep
 
 
 def encoder(blocks: int = 2) -> nn.Sequential:
