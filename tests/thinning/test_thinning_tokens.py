@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import rowprop
 from rowprop.errors import InvalidInput
 from rowprop.thinning.control import SHARES, Seen, _planned_apart, carry
+from rowprop.thinning.worth import Work
 from thinning_models import PICKED, compared, gradient, kept, layers, resumed, step
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
@@ -95,6 +96,28 @@ def test_a_block_costs_its_drawn_tokens():
     with rowprop.cost.count_flops() as flops:
         loss.backward()
     assert flops.total_flops == 15 * 2 * 4 * 2 * WIDTH * 8  # tokens, blocks, products, multiply and add
+
+
+def test_attention_costs_the_drawn_queries(as_host: None):
+    # Of 128 queries a block draws 32, padded to the most that a sequence has; each takes 5 products over all 32 keys.
+    # Red where the rows that the tokens come from go through it whole.
+    model = encoder()
+    thin(model, keep=0.25)
+    loss = model(torch.randn(4, 32, WIDTH, dtype=torch.float64)).square().mean()
+    with rowprop.cost.count_flops() as flops:
+        loss.backward()
+    (attention,) = (count for op, count in flops.by_op.items() if "attention" in op)
+    assert 2 * 32 <= attention / (5 * 2 * 32 * WIDTH) < 2 * 64  # two blocks
+
+
+def test_what_was_saved_leaves_out_what_stays_at_all_tokens():
+    # Red where keys and values count as saved.
+    model = encoder()
+    handle = thin(model)
+    handle._worth.works = {"0": Work(exact=3.0, mixed=1.0), "1": Work(exact=1.0)}
+    model(inputs()).square().mean().backward()
+    assert kept(handle) == {"1": 0.5, "0": 0.5}
+    assert handle.record.saved == pytest.approx((3 - 1 + 1) * 0.5 / 4)
 
 
 def test_the_plan_is_the_cheapest_for_the_variance_that_it_carries():

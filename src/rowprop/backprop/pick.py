@@ -158,9 +158,8 @@ def _tensor_of(rows: Any, device: torch.device) -> Any:
         else:
             tensor = torch.tensor(given, dtype=None if len(given) else torch.int64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInput(
-            f"rows, a {type(given).__name__}, does not hold whole numbers below 2**63, or bools; pass such."
-        ) from error
+        held = f"rows, a {type(given).__name__}, does not hold whole numbers below 2**63, or bools"
+        raise InvalidInput(f"{held}; pass indices or a mask.") from error
     return tensor.to(device, non_blocking=True)
 
 

@@ -31,7 +31,7 @@ SPREAD = 0.6180339887
 # first decision, so the gradients of a model in which no draw pays are the exact ones, bit for bit.
 FIRST = 2, 4, 8, 16
 EVERY, RARER = 20, 4  # afterwards one backward in so many; while no rows are drawn, one in so many times as many
-PRICES = 1e-4, 1e4  # the allowed variance is worth at least and at most so many shares of a block's tokens
+PRICES = 1e-4, 1e4  # between these times the allowed variance lies the price of a share, see _planned_apart
 AROUND = 0.2, 3.0  # the gradient at a block carries at least and at most this much of what the mean of all may carry
 REMEMBERED = 0.15, 64  # the shares follow from about this share of the backwards so far, and from no more than so many
 BIASES = 0.25, 4.0  # the bias stays between these
@@ -230,17 +230,17 @@ def _planned(seen: Sequence[Sequence[float]], most: float) -> list[tuple[float, 
     return plan
 
 
-def _planned_apart(seen: Sequence[Sequence[float]], worth: float) -> list[tuple[float, float]]:
+def _planned_apart(seen: Sequence[Sequence[float]], price: float) -> list[tuple[float, float]]:
     """The same where attention mixes the tokens again, so that each block draws for itself from all of them.
 
-    A draw adds to the gradient of its block and of all below. A share of a block's tokens is worth as much as
-    ``worth`` in the mean over the blocks of what the gradient carries.
+    Each block keeps the share for which ``price * share + below * added`` is least: what a draw adds is carried by the
+    part ``below`` of the blocks, its own and those under it. A higher price keeps fewer tokens.
     """
     plan: list[tuple[float, float]] = []
     carries = 0.0
     for number, (_, _, *would) in enumerate(seen):
         below = 1 - number / len(seen)
-        costs = [worth * share + below * adds for share, adds in zip(SHARES, would, strict=True)]
+        costs = [price * share + below * adds for share, adds in zip(SHARES, would, strict=True)]
         best = costs.index(min(costs))
         carries += would[best]
         plan.append((SHARES[best], carries))
@@ -259,10 +259,10 @@ def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
 
 
 def carry(seen: Mapping[str, list[Seen]]) -> None:
-    """Have each block told what the draws above it added, where the gradient that came to it does not tell it itself.
+    """Estimate what the draws above each block added to its gradient, where the gradient does not show it.
 
-    Below an attention nothing in the gradient tells which part of it was drawn; what it carries, as a share, is about
-    what it carried above.
+    Below an attention the weights of the drawn tokens are lost. The added variance, as a share, is taken to be the one
+    that the block above handed on.
     """
     carries = 0.0
     for found in seen.values():
