@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import rowprop
 from rowprop.errors import InvalidInput
-from rowprop.thinning.control import SHARES, Seen, _planned_apart, carry
+from rowprop.thinning.control import SHARES, Control, Seen, _planned_apart, carry
 from rowprop.thinning.worth import Work
 from thinning_models import PICKED, compared, gradient, kept, layers, resumed, step
 
@@ -121,18 +121,48 @@ def test_what_was_saved_leaves_out_what_stays_at_all_tokens():
 
 
 def test_the_plan_is_the_cheapest_for_the_variance_that_it_carries():
-    # Against all plans of three blocks. Red where a block above counts no more than the last one.
-    generator = torch.Generator().manual_seed(0)
-    would = torch.rand(3, len(SHARES), generator=generator).sort().values * torch.tensor([[3.0], [1.0], [0.2]])
-    would[:, 0] = 0
-    plan = _planned_apart([[0.0, 0.0, *each.tolist()] for each in would], 0.3)
-    carried = sum(carries for _, carries in plan) / 3
+    # Against all plans of four blocks, which add as much for any share from .5 on. Red where a draw at the top, which
+    # all blocks carry, counts no more than one at the bottom: then half of the top block's tokens alone would leave.
+    would = [
+        [0.0 if share == 1 else adds if share >= 0.5 else 100.0 for share in SHARES] for adds in (0.94, *[0.96] * 3)
+    ]
+    plan = _planned_apart([[0.0, 0.0, *each] for each in would], 1.9)
+    carried = sum(carries for _, carries in plan) / 4
     cheapest = min(
         sum(SHARES[i] for i in choice)
-        for choice in product(range(len(SHARES)), repeat=3)
-        if sum((3 - n) * float(would[n, i]) for n, i in enumerate(choice)) / 3 <= carried + 1e-9
+        for choice in product(range(len(SHARES)), repeat=4)
+        if sum((4 - n) * would[n][i] for n, i in enumerate(choice)) / 4 <= carried + 1e-9
     )
     assert sum(share for share, _ in plan) == pytest.approx(cheapest)
+
+
+@pytest.mark.usefixtures("always_drawn")
+def test_the_norms_alone_steer_and_what_is_carried_counts(monkeypatch: pytest.MonkeyPatch):
+    # Red where weight gradients are measured, whose tokens attention has mixed; where the draws above a block do not
+    # count in what it carries; and where the shares are those of rows, of which blocks below the first draw hardly any.
+    model, x, seen = encoder(3), inputs(), list[dict[str, list[Seen]]]()
+    update = Control.update
+    monkeypatch.setattr(Control, "update", lambda self, found: seen.append(dict(found)) or update(self, found))
+    handle = rowprop.thin(model, tau=0.3, unit="token", generator=torch.Generator().manual_seed(0))
+    scale = torch.logspace(0, -2, TOKENS, dtype=torch.float64)
+    for _ in range(24):
+        (model(x).square().mean(2) * scale).mean().backward()
+    assert max(kept(handle).values()) < 1
+    assert (handle._control.measured, handle._control.correction) == (0, 1)
+    above, below = (seen[-1][place][0] for place in ("2", "1"))
+    assert above.before == 0 < above.added
+    assert below.before / below.total == pytest.approx(above.added / above.total)
+
+
+def test_images_lose_rows():
+    # Red where channels are taken for tokens.
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)).double()
+    thin(model, blocks=["1"])
+    held: list[Tensor] = []
+    model[0].register_forward_hook(lambda _, __, out: held.append(out) or out.retain_grad())
+    model(torch.randn(6, 1, 8, 8, dtype=torch.float64)).square().mean().backward()
+    live = held[0].grad.flatten(1) != 0
+    assert (int(live.all(1).sum()), int(live.any(1).sum())) == (3, 3)
 
 
 def test_what_draws_above_added_is_carried_down():

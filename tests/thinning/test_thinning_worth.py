@@ -96,6 +96,16 @@ def test_the_work_that_stays_at_all_tokens_is_that_of_keys_and_values(costs: Cal
         assert work.mixed == 2 * 2 * ROWS * 5 * 8 * 24 < work.exact
 
 
+def test_queries_with_a_projection_of_their_own_cost_the_drawn_tokens(costs: Callable[..., None]):
+    # Red where what made the queries counts as what made keys and values.
+    costs()
+    make = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    x = torch.randn(ROWS, 5, 8, requires_grad=True)
+    q, k, v = (one(x).unflatten(2, (2, 4)).transpose(1, 2) for one in make)
+    out = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    assert work_below(out, -1)[0].mixed == 2 * (2 * 2 * ROWS * 5 * 8 * 8)  # two projections, two products each
+
+
 def test_tokens_are_drawn_after_each_block_where_that_is_cheaper():
     # Each block draws from all tokens. Red where a block takes over the share of the one above, which draws none.
     decided = Worth("token", counted={name: Work(100.0, 0.0, 100.0, 10.0, 40.0) for name in "01"}, forwards=1)
