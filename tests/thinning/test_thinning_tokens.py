@@ -165,6 +165,32 @@ def test_images_lose_rows():
     assert (int(live.all(1).sum()), int(live.any(1).sum())) == (3, 3)
 
 
+class Normed(nn.Module):
+    """A linear layer and a BatchNorm over all tokens of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2).tanh()
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5], ids=["of some rows", "of every row"])
+def test_a_batch_norm_over_tokens_takes_all_rows(keep: float):
+    # Its statistics mix all tokens of the batch. Red without the division by p.
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Normed(), Normed()).double(), inputs()
+    scale = torch.linspace(0.1, 2, TOKENS, dtype=torch.float64)
+
+    def loss() -> Tensor:
+        return (model(x).square().mean(2) * scale).mean()
+
+    exact = gradient(model, loss())
+    thin(model, keep=keep)
+    assert float(compared(model, loss, exact, 150).off.abs().max()) < 5
+
+
 def test_what_draws_above_added_is_carried_down():
     # Red where a gradient that attention mixed is taken for one without draws.
     seen = {place: [Seen(8, 4, 8, None, total, before, added)] for place, total, before, added in (

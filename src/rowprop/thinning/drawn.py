@@ -92,7 +92,7 @@ class Drawn(Hook):
         """The gradient in expectation, where it is known for how many rows each stands."""
         if self.base is None:
             return None
-        if self.weights is None or self.base.num_rows != g.rows.num_rows or g.layout.minor:
+        if self.weights is None or self.base.num_rows != g.rows.num_rows:
             raise NeedsAllRows("rows were drawn whose weights are not known, and the batch's statistics mix rows")
         return _batch_norm(call, g)
 
