@@ -440,6 +440,19 @@ def test_the_whole_gradient_is_freed_before_the_backward_goes_on():
 
 
 @pytest.mark.usefixtures("as_accelerator")
+def test_a_capacity_is_checked_at_the_end_once_the_count_has_come(monkeypatch: pytest.MonkeyPatch):
+    # Red when: the count is read before its mark is reached, or the backward waits for it on its way.
+    told = list[str]()
+    mark = SimpleNamespace(synchronize=lambda: told.append("the count has come"))
+    monkeypatch.setattr("rowprop.backprop.zeros.mark", lambda device: mark)
+    model = mlp()
+    next(model.parameters()).register_hook(lambda grad: told.append("the last gradient"))
+    rowprop.skip_zeros(model, capacity=0.4)
+    model(X).square().mean(1)[5:8].sum().backward()
+    assert told == ["the last gradient", "the count has come"]
+
+
+@pytest.mark.usefixtures("as_accelerator")
 def test_a_capacity_fixes_the_rows_on_a_device():
     # Red when: live rows are not first, an overflow goes by in silence, or the device is waited for at the start.
     model = mlp()
@@ -462,19 +475,6 @@ def test_a_capacity_fixes_the_rows_on_a_device():
 
 
 @pytest.mark.usefixtures("as_host")
-@pytest.mark.usefixtures("as_accelerator")
-def test_a_capacity_is_checked_at_the_end_once_the_count_has_come(monkeypatch: pytest.MonkeyPatch):
-    # Red when: the count is read before its mark is reached, or the backward waits for it on its way.
-    told = list[str]()
-    mark = SimpleNamespace(synchronize=lambda: told.append("the count has come"))
-    monkeypatch.setattr("rowprop.backprop.zeros.mark", lambda device: mark)
-    model = mlp()
-    next(model.parameters()).register_hook(lambda grad: told.append("the last gradient"))
-    rowprop.skip_zeros(model, capacity=0.4)
-    model(X).square().mean(1)[5:8].sum().backward()
-    assert told == ["the last gradient", "the count has come"]
-
-
 def test_a_capacity_that_is_exceeded_costs_nothing_but_time_on_the_cpu():
     model = mlp()
     handle, _, _ = skipped(model, lambda: of_first(model(X), 7), capacity=0.4)
