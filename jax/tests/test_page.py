@@ -12,8 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "jax.md"
 
 def test_the_page_runs():
     # Red with a name misspelt in a block, or with a backward of all rows in a block.
-    *blocks, tensorflow = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert "tf.GradientTape" in tensorflow
+    blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     held = {}
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), held)
