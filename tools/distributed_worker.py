@@ -12,7 +12,9 @@ import json
 import math
 import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -318,7 +320,7 @@ def accumulation() -> Figures:
 
 @check
 def training() -> Figures:
-    """A hundred steps with momentum beside a plain loop of one process."""
+    """Thirty steps with momentum beside a plain loop of one process."""
     figures = {}
     rank = dist.get_rank()
     runs = [("ddp", torch.float32), ("fsdp", torch.float64)]
@@ -327,8 +329,8 @@ def training() -> Figures:
         selective = step_of(model, rowprop.TopK(0.25))
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (model, alone)]
         begin = [parameter.detach().clone() for parameter in alone.parameters()]
-        for step in range(100):
-            parts = batch_of(step % 20, dtype=dtype)
+        for step in range(30):
+            parts = batch_of(step % 10, dtype=dtype)
             selective(parts[rank])[0].backward()
             top_of_all([losses_of(alone, whole(parts))]).backward()
             for optimizer in optimizers:
@@ -986,12 +988,38 @@ def world_of(size: int, timeout_s: int, work: Callable[[], None]) -> int:
         return ranks[0].exitcode
 
 
-if __name__ == "__main__":  # dies | silent | checks SIZE FOLDER | gpu SIZE FOLDER
+def as_from_torchrun(rank: int, port: int, script: str) -> None:
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in world.items()})
+    runpy.run_path(script, run_name="__main__")
+
+
+def two_ranks_of(script: str) -> None:
+    """Run a script as ``torchrun --nproc-per-node 2`` does; forks import nothing anew."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=as_from_torchrun, args=(rank, port, script)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+
+if __name__ == "__main__":  # alone CAUSE... | checks FOLDER | gpu FOLDER | scripts SCRIPT...
     import torch._dynamo  # once for all ranks
 
     torch.set_num_threads(1)
-    kind = sys.argv[1]
-    if kind in ("dies", "silent"):
-        sys.exit(world_of(2, 10 if kind == "dies" else 3, partial(left_alone, kind)))
-    work = partial(measured, CHECKS if kind == "checks" else GPU_CHECKS, Path(sys.argv[3]))
-    sys.exit(world_of(int(sys.argv[2]), 60, work))
+    kind, *arguments = sys.argv[1:]
+    if kind == "scripts":
+        for script in arguments:
+            two_ranks_of(script)
+    elif kind == "alone":
+        for cause in arguments:
+            code = world_of(2, 10 if cause == "dies" else 3, partial(left_alone, cause))
+            sys.stderr.write(f"exit code {code}\n")
+    else:
+        for size in SIZES:
+            folder = Path(arguments[0]) / str(size)
+            folder.mkdir()
+            world_of(size, 60, partial(measured, CHECKS if kind == "checks" else GPU_CHECKS, folder))

@@ -1,4 +1,4 @@
-"""The catalogue of the hostile trial: every public function and class, a valid example, and what is no mistake.
+"""The catalogue of the hostile trial: every public function, class and command, a valid example, what is no mistake.
 
 The methods of a class come with it, on the object of its valid example. Values and laws go by the names of the
 arguments, which mean the same everywhere; an entry may have its own.
@@ -6,31 +6,39 @@ arguments, which mean the same everywhere; an entry may have its own.
 
 from __future__ import annotations
 
-import builtins
+import contextlib
 import copy
 import functools
 import inspect
+import json
+import os
+import re
+import tempfile
 import types
 import typing
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import partial
+from math import inf, isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import hostile_values as users
 import rowprop
-from hostile_values import FREE, Made, N, Named, bad, fits, losses_fn
+from hostile_values import FREE, Made, N, bad, fits, losses_fn
 from names import names_of, namespaces
 from rowprop import distributed, engines, history, schedule, selection
+from rowprop.app import cli
 from rowprop.backprop.hooks import Handle
 from rowprop.checks import is_number, takes
 from rowprop.cost.count import count_step
 from rowprop.cost.profile import profile
+from rowprop.errors import InvalidInput
 from rowprop.selection.base import OfScores
 from rowprop.step import Record
 
@@ -38,7 +46,7 @@ torch.manual_seed(0)
 Law = Callable[[Any], Any]
 BATCH = torch.randn(N, 3), torch.randint(4, (N,))
 SCORES, IDS, ROWS = torch.rand(N) + 0.1, torch.arange(N), torch.tensor([0, 2, 5])
-MODEL = users.Net(3, 4)
+MODEL = nn.Linear(3, 4)
 RAMP, FLOATS = schedule.Ramp(1.0, 0.5), (torch.float16, torch.float32, torch.float64)
 HISTORY, MEMORY = history.LossHistory(N), selection.PercentileSampling(floor=0.5)
 HISTORY.update(IDS, SCORES, ROWS)
@@ -47,7 +55,7 @@ CONTEXT = selection.Context(0.5, IDS, IDS % 3, torch.Generator().manual_seed(0),
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(*(users.Net(features, 4) for features in (3, 4, 4)))
+    return nn.Sequential(*(nn.Linear(features, 4) for features in (3, 4, 4)))
 
 
 def thinning() -> rowprop.thinning.Thinning:
@@ -69,38 +77,31 @@ def use(result: Any, of: Any = None) -> Any:
             assert is_number(result), "the number"
         case Iterator():
             assert all(0 <= row < N for row in [next(result), *result]), "the rows of an epoch"
-        case rowprop.Selection() if result.rows.is_meta:
+        case rowprop.Selection(rows=Tensor(is_meta=True)):
             rowprop.pick(SCORES, result)
         case rowprop.Selection(rows=kept, weights=weights):  # has to be sound, even of bad input
             rows, losses = kept.tolist(), torch.rand(min(result.num_rows, 999), requires_grad=True)
             assert rows == sorted(set(rows)) and all(0 <= row < result.num_rows for row in rows), "the rows"
             assert weights.shape == kept.shape and weights.isfinite().all(), "the weights"
             assert torch.equal(use(rowprop.pick(losses, result)), losses[kept]), "pick is not indexing"
-        case rowprop.SelectiveBackprop():
-            for _ in range(2):
-                loss, record = use(result(BATCH, ids=IDS, classes=IDS % 3))
-                assert loss.isfinite() and use(record.selection) and record.num_rows % N == 0, "the step"
-        case (Tensor(), Record()):
-            use(result[0])
+        case (Tensor() as loss, Record() as record):
+            assert use(loss).isfinite() and use(record.selection) and record.num_rows % N == 0, "the step"
         case selection.Context():
             for part in (selection.PerClass(rowprop.TopK(0.5)), rowprop.RandomRows(0.5)):
                 use(part(SCORES, result))
-        case history.StaleScorer():
-            parts = {"scorer": result, "history": copy.deepcopy(HISTORY), "engine": "recompute"}
-            use(rowprop.SelectiveBackprop(MODEL, losses_fn, MEMORY, **parts))
+        case OfScores():
+            use(rowprop.SelectiveBackprop(MODEL, losses_fn, result))
         case Handle():
             for _ in range(3 if isinstance(of, nn.Sequential) else 0):
                 use(losses_fn(of, BATCH).mean())
             with result.paused():
                 result.remove()
-        case AbstractContextManager():
+        case contextlib.AbstractContextManager():
             with result:
                 use(losses_fn(MODEL if of is None else of, BATCH)[ROWS].mean())
-        case OfScores():
-            use(rowprop.SelectiveBackprop(MODEL, losses_fn, result))
         case _:  # an object is used by its methods
             for method in methods(type(result)) * 2:
-                door = doors()[0].get(f"{type(result).__name__}.{method}")
+                door = doors().get(f"{type(result).__name__}.{method}")
                 if door and "state" not in method and "getitem" not in method:
                     given = {name: each.valid() for name, each in door.arguments.items()}
                     use(getattr(result, method)(**given), given.get("model"))
@@ -110,16 +111,6 @@ def use(result: Any, of: Any = None) -> Any:
 
 
 # --- laws: whether a value is no mistake, so that a result is as right as a refusal -----------------------------------
-
-
-def within(interval: str, *, whole: bool = False) -> Law:
-    low, high = map(float, interval[1:-1].split(","))
-
-    def law(value: Any) -> bool:
-        ends = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
-        return type(value) in ((int,) if whole else (int, float)) and (low < value < high or ends)
-
-    return law
 
 
 def whole(*shape: int, least: int = -(2**63), most: int = 2**63, ascending: bool = False) -> Law:
@@ -161,16 +152,17 @@ def by_name(table: Mapping[str, Any]) -> dict[str, Any]:
     return {name: held for names, held in table.items() for name in names.split()}
 
 
-# By the names of arguments: a valid example, and an interval or a law; without one a value has to be alike.
+# By the names of arguments: a valid example and a law, of the number where it is one; without a law it has to be alike.
 ARGUMENTS: dict[str, tuple[Any, ...]] = by_name({
-    "keep mass min_loss_perc capacity scale_factor": (0.5, "(0,1]"), "scale tau": (0.5, "(0,1)"),
-    "prune": (0.5, "[0,1)"), "start": (0.25, "[0,1)"), "end": (0.75, "(0,1]"), "beta": (3.0, "[0,inf)"),
-    "top bottom smoothing min_keep floor full_after min_sample_perc": (0.25, "[0,1]"),
-    "progress gate at_least first last": (0.5, "(-inf,inf)"), "seconds tolerance": (0.5, "(0,inf)"),
-    "recent multiple_of total_steps accumulate_to min_rows total epochs batch_rows": (3, "[1,inf)"),
-    "staleness num_replicas rounds": (1, "[1,inf)"), "interrupt batch_index trained": (3, "[0,inf)"),
-    "num_rows": (N, "[8,8]"), "seed rank": (0, "[0,inf)"), "ignore_index": (0, "(-inf,inf)"), "index": (0, "[-3,3)"),
-    "ids positions": (IDS, whole(N)), "classes": (IDS % 3, whole(N)), "saved grads": (0, lambda given: True),
+    "keep mass min_loss_perc capacity scale_factor": (0.5, lambda v: 0 < v <= 1), "end": (0.75, lambda v: 0 < v <= 1),
+    "scale tau": (0.5, lambda v: 0 < v < 1), "prune start": (0.25, lambda v: 0 <= v < 1),
+    "top bottom smoothing min_keep floor full_after min_sample_perc": (0.25, lambda v: 0 <= v <= 1),
+    "progress gate at_least first last": (0.5, isfinite), "seconds tolerance": (0.5, lambda v: 0 < v < inf),
+    "recent multiple_of total_steps accumulate_to min_rows total epochs batch_rows": (3, lambda v: v >= 1),
+    "staleness num_replicas rounds": (1, lambda v: v >= 1), "interrupt batch_index trained": (3, lambda v: v >= 0),
+    "num_rows": (N, lambda v: v == N), "seed rank": (0, lambda v: v >= 0), "beta": (3.0, lambda v: 0 <= v < inf),
+    "ignore_index": (0, isfinite), "index": (0, lambda v: -3 <= v < 3),
+    "ids positions": (IDS, whole(N)), "classes": (IDS % 3, whole(N)), "saved grads": (0,),
     "rows": (ROWS, whole(least=0, most=N - 1, ascending=True)), "scores kept": (SCORES, floats(lambda t: t.ndim == 1)),
     "losses": (SCORES, floats(lambda t: t.shape == (N,))), "values": (torch.rand(N, 4), floats(lambda t: t.ndim > 0)),
     "weights": (torch.ones(N), floats(lambda t: t.isfinite().all())), "who": ("a part", lambda given: True),
@@ -200,27 +192,21 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = by_name({
     "generator": (torch.Generator().manual_seed(0),), "history": (HISTORY,), "ranks": (distributed.Global(),),
     "schedule": (schedule.Schedule(0.0, 1.0, 0),), "record": (types.SimpleNamespace(num_rows=N, kept_by_rank=(3,)),),
 })  # fmt: skip
-CALLS: dict[str, tuple[Any, ...]] = by_name(
-    {"losses_fn function scorer": (MODEL, BATCH), "selector": (SCORES, CONTEXT)}
-)
+CALLS = by_name({"losses_fn function scorer": (MODEL, BATCH), "selector": (SCORES, CONTEXT)})
 
 # --- the entries: valid values and laws of their own, what methods are on ---------------------
 
 PARTS = dict.fromkeys("scorer schedule history total_steps accumulate_to min_rows".split())
 TOKENS = {**PARTS, "unit": "token", "losses_fn": users.token_losses}
 TOKENS |= {"laws": {"losses_fn": lambda function: plain(losses=function, dims=3)}}
-TABLE = {"rows": whole(least=0, most=N - 1), "num_rows": within("[0,1000000]", whole=True)}
+TABLE = {"rows": whole(least=0, most=N - 1), "num_rows": lambda n: type(n) is int and 0 <= n <= 10**6}
 HANDED_ON = {"function": lambda function: takes(function, 2), "batch": lambda given: True, "model": lambda given: True}
-FRACTIONS = {"keep": lambda keep: all(map(within("(0,1)"), keep if isinstance(keep, list) else [keep]))}
+FRACTIONS = {"keep": lambda keep: all(0 < one < 1 for one in (keep if isinstance(keep, list) else [keep]))}
 ENTRIES: dict[str, dict[str, Any]] = by_name({
-    """AboveMean Everything Global ImportanceSampling Joined Local LossMass Masked MaxVariance Nonzero
-    PercentileSampling Progress Ramp RandomRows RankSampling Recompute Schedule Sliced Threshold TopBottom
-    TopK batch_loss_filter biggest_losers count_flops count_step entropy gradient_norm holdout_losses kath18 logits_of
-    margin mean ohem profile random rho_loss skip_zeros watch""": {},
     "MultipleOf OverAll PerClass ReducibleLoss": {"selector": MEMORY}, "Thinning": {"on": thinning},
 }) | {
     "Context": {
-        "laws": {"history": lambda given: True, "progress": within("[0,1]"), "rows": whole(least=-N, most=N - 1)}
+        "laws": {"history": lambda given: True, "progress": lambda v: 0 <= v <= 1, "rows": whole(least=-N, most=N - 1)}
     },
     "Selection": {"weights": torch.full((3,), 1 / 3), "laws": {"num_rows": TABLE["num_rows"]}},
     "selector": {
@@ -233,9 +219,9 @@ ENTRIES: dict[str, dict[str, Any]] = by_name({
     "SelectiveBackprop, tokens": TOKENS,
     "SelectiveBackprop, sampler": {**PARTS, "history": SAMPLER},
     "pick": {"laws": {"rows": lambda rows: SCORES[rows].ndim == 1}},
-    "rowwise": {"outputs": 0, "laws": {"outputs": lambda given: True}},
+    "rowwise": {"outputs": 0, "laws": dict.fromkeys(("outputs", "saved", "grads"), lambda given: True)},
     "find_zeros": {"laws": {"model": lambda model: isinstance(model, nn.Module)}},
-    "verify": {"laws": {**FRACTIONS, "seed": within("(-inf,inf)", whole=True)}, "rows": None, "tolerance": 1e-3},
+    "verify": {"laws": {**FRACTIONS, "seed": lambda n: type(n) is int}, "rows": None, "tolerance": 1e-3},
     "plan": {"laws": FRACTIONS, "seconds": 0.2},
     "composer": {"scale_factor": 1.0},
     "infobatch": {"laws": TABLE},
@@ -244,7 +230,7 @@ ENTRIES: dict[str, dict[str, Any]] = by_name({
     "high_entropy_tokens": {**TOKENS, "losses_fn": users.losses_and_entropies},
     "LossHistory": {"laws": {"ids": TABLE["rows"], **TABLE}},
     "LossHistory, any ids": {"laws": {"ids": whole(), **TABLE}, "num_rows": None},
-    "PruningSampler": {"laws": {"ids": whole(), "num_rows": within("[1,8]", whole=True)}, "trained": 6},
+    "PruningSampler": {"laws": {"ids": whole(), "num_rows": lambda n: type(n) is int and 1 <= n <= N}, "trained": 6},
     "StaleScorer": {"laws": {"context": lambda given: isinstance(given, selection.Context)}},
     "WithIds": {"laws": {"index": lambda place: -3 <= int(place) < 3}},
     "Downscaled": {"laws": HANDED_ON, "function": users.brightness, "batch": (torch.zeros(N, 3, 4, 4), IDS)},
@@ -255,6 +241,9 @@ ENTRIES: dict[str, dict[str, Any]] = by_name({
     "thin": {"laws": {"model": lambda model: isinstance(model, nn.Sequential)}, "model": blocks(), "keep": None},
 }  # fmt: skip
 # What the step checks where a losses function gives it; for the library's own use; protocols; made by the library.
+FOR_TYPES = dict.fromkeys(
+    "LossHistory NDArray PruningSampler Group Selector".split(), list
+)  # imported for a type checker only
 UNTRIED = """Scored map_tensors tensors keep_at kept_losses share Selector KnownKeep Stateful Engine ThinRecord Plan
 Verification Record""".split()
 
@@ -263,11 +252,11 @@ Verification Record""".split()
 
 @dataclass(frozen=True)
 class Argument:
-    """What makes the valid example; what is no mistake; bad values that have a name; what draws more of them."""
+    """What makes the valid example; what is no mistake; bad values by their names; what draws more of them."""
 
     valid: Made
     law: Law
-    bad: Callable[[], list[Named]] = list
+    bad: Callable[[], dict[str, Made]] = dict
     drawn: Any = FREE
 
 
@@ -280,11 +269,10 @@ class Door:
     on: Made | None = None
 
 
-@functools.cache
 def public() -> dict[str, Any]:
-    """Every public function and class by its name."""
+    """Every public function and class by its name, but those that are not tried."""
     held = [held for space in namespaces() if space.__name__.count(".") < 2 for held in names_of(space).values()]
-    calls = [each for each in (*held, count_step, profile) if callable(each)]
+    calls = [each for each in (*held, count_step, profile) if callable(each) and each.__name__ not in UNTRIED]
     return {each.__name__: each for each in calls if not (isinstance(each, type) and issubclass(each, Exception))}
 
 
@@ -295,70 +283,235 @@ def methods(kind: type) -> list[str]:
     return [name for name in names if (getattr(getattr(kind, name), "__module__", None) or "").startswith("rowprop")]
 
 
-def arguments(target: Any, entry: Mapping[str, Any], on: Made | None = None) -> dict[str, Argument]:
+def arguments(target: Any, entry: Mapping[str, Any]) -> dict[str, Argument]:
     """The arguments of a callable, each with its valid example and its law."""
-    function = inspect.unwrap(target.__init__ if isinstance(target, type) else target)
-    taken = inspect.signature(target).parameters if hasattr(function, "__globals__") else {}
-    if on is not None and "state" in taken:
-        state = lambda: on().state_dict()  # noqa: E731
-        return {"state": Argument(state, lambda value: fits(partial(alike, state()), value), partial(bad, state))}
-    known = (
-        defaultdict(lambda: list, vars(builtins) | function.__globals__) if taken else {}
-    )  # or for a type checker only
-    hints = typing.get_type_hints(function, None, known) if taken else {}
-    given = [each for each in taken.values() if each.name != "self" and each.kind is not each.VAR_KEYWORD]
-    return {each.name: argument(each, hints.get(each.name, Any), entry) for each in given}
+    taken = inspect.signature(target, eval_str=True, locals=FOR_TYPES).parameters.values()
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return {each.name: argument(each, entry) for each in taken if each.name != "self" and each.kind not in several}
 
 
-def argument(each: inspect.Parameter, hint: Any, entry: Mapping[str, Any]) -> Argument:
-    """The valid example of an argument, and its law: by the entry, by its annotation, or by its name."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    words = [word for kind in members if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
-    words += [True, False] * (hint is bool)
+def argument(each: inspect.Parameter, entry: Mapping[str, Any]) -> Argument:
+    """The valid example of an argument, and its law: by the entry, by its name, or by its annotation."""
+    kinds = typing.get_args(each.annotation | None)
+    words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
+    words += [True, False] * (bool in kinds)
     if not words and each.name not in {**ARGUMENTS, **entry}:
-        raise LookupError(f"takes {each.name}, which the catalogue does not give")
-    usual, *laws = ARGUMENTS.get(each.name, words[:1])
+        raise LookupError(f"the catalogue has no example of the argument {each.name}")
+    usual, *laws = ARGUMENTS.get(each.name, words[:1] or (None,))
     valid = entry.get(each.name, usual)
-    law = entry.get("laws", {}).get(
-        each.name, (laws or [words or partial(alike, usual if valid is None else valid)])[0]
-    )
-    if isinstance(law, list):
-        law = lambda value: any(type(value) is type(word) and value == word for word in words)  # noqa: E731
-    elif isinstance(law, str):  # where there is no whole number, a schedule may stand for it
-        number, asks = within(law, whole=float not in members), len(members) > 1 + (types.NoneType in members)
-        law = lambda value: number(value(0.5) if asks and callable(value) else value)  # noqa: E731
-    optional = types.NoneType in members or each.default is None
-    call = (CALLS[each.name] if takes(valid, 2) else (SCORES,)) if each.name in CALLS and callable(valid) else None
+
+    def law(value: Any) -> bool:
+        if value is None and (each.default is None or type(None) in typing.get_args(each.annotation)):
+            return True
+        if own := entry.get("laws", {}).get(each.name):
+            return own(value)
+        if laws and {int, float} & {*kinds}:  # a schedule may stand for a number that is none of a count
+            value = value(0.5) if callable(value) and Callable in map(typing.get_origin, kinds) else value
+            return type(value) in (int, float if float in kinds else int) and laws[0](value)
+        if laws:
+            return laws[0](value)
+        if words:
+            return any(type(value) is type(word) and value == word for word in words)
+        return alike(usual if valid is None else valid, value)
+
+    call = CALLS.get(each.name) if takes(valid, 2) else (SCORES,)  # by a function of scores alone
+    call = call if callable(valid) and each.name in CALLS else None
     make = partial(copy.deepcopy, valid)
-    return Argument(make, lambda value: (value is None and optional) or fits(law, value), partial(bad, make, call))
+    return Argument(make, partial(fits, law), partial(bad, make, call))
+
+
+def saved(on: Made) -> Argument:
+    """The state of an object, at another moment of its life than the one that it is loaded into."""
+    state = functools.cache(lambda: use(on()).state_dict())
+    make = lambda: copy.deepcopy(state())  # noqa: E731
+    return Argument(make, lambda value: fits(partial(alike, state()), value), partial(bad, make))
+
+
+def example(call: Callable[..., Any], given: Mapping[str, Argument]) -> Any:
+    return call(**{name: each.valid() for name, each in given.items()})
 
 
 @functools.cache
-def doors() -> tuple[dict[str, Door], list[str]]:
-    """Every public callable with its arguments, and what the catalogue has forgotten or has too much."""
+def doors() -> dict[str, Door]:
+    """Every public callable with its arguments, and the methods of what a class makes of its valid example."""
     there, found = public(), dict[str, Door]()
-    known = {name.partition(",")[0] for name in ENTRIES}
-    wrong = [f"{name} is public but not in the catalogue" for name in there.keys() - known - {*UNTRIED}]
-    wrong += [f"{name} is in the catalogue but not public" for name in known - there.keys()]
-    for name, entry in ENTRIES.items():
+    special = {name.partition(",")[0] for name in ENTRIES}
+    for name, entry in {**{name: {} for name in sorted(there.keys() - special)}, **ENTRIES}.items():
         base, comma, variant = name.partition(",")
-        target = there.get(base, type)
-        try:
-            given = {} if "on" in entry else arguments(target, entry)
-            call = partial(first_use, target)
-            on = entry.get("on", lambda call=call, given=given: call(**{each: given[each].valid() for each in given}))
-            found |= {} if "on" in entry else {name: Door(call, given)}
-            for method in methods(target) if isinstance(target, type) else ():
-                held = getattr(target, method)
-                of_class = inspect.ismethod(held)
-                call, given = partial(first_use, held if of_class else method), arguments(held, entry, on)
-                found[f"{base}.{method}{comma}{variant}"] = Door(call, given, None if of_class else on)
-        except LookupError as error:
-            wrong.append(f"{name} {error}")
-    return found, wrong
+        target, on = there[base], entry.get("on")
+        if on is None:
+            call, given = partial(first_use, target), arguments(target, entry)
+            found[name] = Door(call, given)
+            on = partial(example, call, given)
+        for method in methods(target) if isinstance(target, type) else ():
+            held = getattr(target, method)
+            of_class, given = inspect.ismethod(held), arguments(held, {"state": None, **entry})
+            if "state" in given:
+                given = {"state": saved(on)}
+            call = partial(first_use, held if of_class else method)
+            found[f"{base}.{method}{comma}{variant}"] = Door(call, given, None if of_class else on)
+    return found
 
 
 def first_use(make: Callable[..., Any] | str, *on: Any, **given: Any) -> Any:
     """Use what a callable returns; a context that a method returns is of other rows."""
     result = getattr(on[0], make)(**given) if isinstance(make, str) else make(**given)
     return result if on and isinstance(result, selection.Context) else use(result, given.get("model", given.get("x")))
+
+
+# --- the command line: each option is an argument that gets bad texts -------------------------------------------------
+
+FILES = by_name({
+    "notes.txt results.json report.html settings.json runs/a.json empty.py elsewhere/notes": "somebody's",
+    "theirs/results.json theirs/runs/events.out theirs/notes.txt theirs/settings.json odd/runs": "months of work",
+    "odd/settings.json/file odd/results.json/file odd/report.html/file": "a folder",
+    "ends.py": "import sys\nsys.exit(0)\n", "broken.py": "def make(:\n", "bytes.py": "\0\0", "empty/.keep": "",
+})  # fmt: skip
+LINKS = {"linked": "elsewhere", "dangling": "nowhere", "loop": "loop"}
+GIVEN: list[Any] = []  # what the factory of the running case returns
+
+
+def given() -> Any:
+    return GIVEN[0]
+
+
+def alone() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def rows() -> tuple[torch.Tensor, ...]:
+    return torch.randn(48, 3), torch.arange(48) % 2, torch.randn(16, 3), torch.arange(16) % 2
+
+
+def numbers(law: Callable[[float], bool]) -> Callable[[str], bool]:
+    return lambda text: all(law(float(part)) for part in text.split(","))
+
+
+TEXTS = r"""a -1 -0.5 0 0.5 1 1.0 2 1.5 nan inf -inf 1e300 1e-300 true None [/foo] [red]x[/] ü ../.. /dev/null 0.25, ,
+$HOME \ %s meta cuda:99 int64 float8_e4m3fn Tensor 8x3 1x3 0x3 -8x3 8x 8x5 8X3 99999999999x3 sliced SLICED random,random
+random@fast infobatch+ ends.py:rows hostile_cases:given os:getcwd cpu float64 9999999999999999999999999""".split()
+TEXTS += ["", " ", "a b", "a\nb", "x" * 5000, "\u202e", "\ud800"]
+MODELS = """: :alone hostile_cases hostile_cases: nothing:alone nothing.py:alone hostile_cases:nothing [/foo]:a
+broken.py:make ends.py:make empty.py:make bytes.py:make theirs:make /dev/null:make torchvision/ torchvision/[/foo]
+os:getcwd hostile_cases:alone:alone sys:exit builtins:dict builtins:input hostile_cases:FILES
+hostile_cases:alone hostile_cases:option""".split()
+UNWRITABLE = ["", *"notes.txt/x /dev/full /proc/x loop".split()]
+PLACES = {  # in which this command must not write
+    "out": [*UNWRITABLE, "notes.txt", "/dev/null", "odd", "dangling/x", "x" * 300],
+    "trace": [*UNWRITABLE, ".", "theirs", "nowhere/x"],
+}
+# What is no mistake, by option: texts, or a law.
+RIGHT = by_name({
+    "batchnorm attention unit optimizer data methods": [], "engine": ["sliced"], "dtype": ["float64"],
+    "device": ["cpu"], "input_shape": ["8x3", "1x3"], "trace": ["new.json", "/dev/null"], "data_dir": lambda text: True,
+    "out": ["new folder", *"new new/deep/er . theirs empty ./new/ [red]x[/] ü linked".split()], "model": [],
+    "seeds batch rounds epochs": numbers(lambda n: n >= 1), "seed": numbers(lambda n: n >= 0),
+    "lr seconds": numbers(lambda n: 0 < n < inf), "keep": numbers(lambda n: 0 < n <= 1),
+    "threads": numbers(lambda n: 1 <= n <= 9), "train_rows": numbers(lambda n: 2 <= n <= 48),
+})  # fmt: skip
+LONG = "rounds", "epochs", "seeds", "seconds"  # so many take as long as they take
+COMPARE = "data=hostile_cases:rows model=hostile_cases:alone methods=random epochs=1 batch=16 seeds=1 device=cpu"
+BASE: dict[str, dict[str, Any]] = {
+    "verify": {}, "flops": {}, "profile": {"rounds": "1"}, "plan": {"rounds": "1", "keep": "0.5"},
+    "compare": {"out": "made"} | dict(pair.split("=") for pair in COMPARE.split()),
+}  # fmt: skip
+FLAGS = ["--json", "--help", "--nothing", "extra", "--seed", "--json --json=5", "--resume --fresh"]
+WORDS = st.text(max_size=12).filter(lambda text: not fits(float, text)).map(lambda text: (repr(text), lambda: text))
+
+
+def texts(valid: Any, words: list[str], right: Any, drawn: Any = None) -> Argument:
+    """An argument that takes texts; where none may be drawn, some of the words come twice."""
+    named = [(f"{word[:50]!a}", partial(str, word)) for word in words]
+    law = right if callable(right) else lambda text: text.strip() in right
+    return Argument(
+        lambda: valid,
+        lambda text: text is None or fits(law, text),
+        lambda: dict(named),
+        drawn or st.sampled_from(named),
+    )
+
+
+def option(command: str, name: str) -> Argument:
+    """Texts for one option; every option of a command has to have its law here."""
+    if name == "model" and command != "compare":  # places of models that are none, and what a factory may return
+        made = partial(copy.deepcopy, (MODEL, BATCH, losses_fn))
+        law = partial(fits, lambda made: plain(*made) or (command == "flops" and not isinstance(made[1], tuple)))
+        return Argument(made, law, lambda: {spec: partial(str, spec) for spec in MODELS} | bad(made))
+    valid, right = BASE[command].get(name), RIGHT[name]
+    if name in PLACES:
+        return texts(valid, PLACES[name] + right, right)
+    if (command, name) == ("flops", "device"):
+        right = ["cpu", "meta"]  # a count computes nothing
+    return texts(
+        valid,
+        [text for text in TEXTS if name not in LONG or not fits(lambda text: float(text) > 2, text)],
+        right,
+        WORDS,
+    )
+
+
+def command_doors() -> dict[str, Door]:
+    """Every command with its options and flags; a comparison in a folder that is not empty."""
+    found: dict[str, Door] = {}
+    for command in BASE:
+        taken = inspect.signature(getattr(cli, command)).parameters.values()
+        given = {each.name: option(command, each.name) for each in taken if each.default is not False}
+        given["flags"] = texts("", FLAGS, FLAGS[:2])
+        found[f"rowprop {command}"] = Door(partial(run, command), given)
+    for flag in ("--resume", "--fresh"):
+        found[f"rowprop compare {flag}"] = Door(partial(run, "compare", flags=flag), {"out": option("compare", "out")})
+    asked = texts("--version", ["", "nothing", "--nothing", "--help", *BASE], ["--help", "compare"])
+    return found | {"rowprop": Door(run, {"command": asked})}
+
+
+@contextlib.contextmanager
+def sandbox(writes: str) -> Generator[None]:
+    """A folder with other people's files as the working directory; at the end nothing may differ outside ``writes``."""
+
+    def contents() -> dict[Path, object]:
+        paths = [path for path in Path().rglob("*") if "__pycache__" not in path.parts]
+        return {path: path.readlink() if path.is_symlink() else path.is_dir() or path.read_bytes() for path in paths}
+
+    outside = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            for path, text in FILES.items():
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                Path(path).write_text(text)
+            for link, target in LINKS.items():
+                Path(link).symlink_to(target)
+            before = contents()
+            yield
+            after = contents()
+        finally:
+            os.chdir(outside)
+    home = Path(os.path.normpath(writes.replace("linked", "elsewhere")))
+    changed = {path for path, held in before.items() if after.get(path) != held}
+    made = {path for path in after.keys() - before if home not in (path, *path.parents) and path not in home.parents}
+    assert not changed | made, f"changed or made: {[*map(str, changed | made)]}"
+
+
+def run(command: str, flags: str = "", **options: Any) -> None:
+    """Run one command in this process, and judge its exit code, its words and what it has done to the files."""
+    given = {name: text for name, text in {**BASE.get(command, {}), **options}.items() if text is not None}
+    args = [command] * bool(command)
+    if "model" in given and command != "compare":
+        GIVEN[:] = [given.pop("model")]
+        factory = "alone" if "input_shape" in given else "given"
+        args += [GIVEN[0] if isinstance(GIVEN[0], str) else f"hostile_cases:{factory}"]
+    args += [word for name, text in given.items() for word in ("--" + name.replace("_", "-"), text)] + flags.split()
+    with sandbox(given.get("out", given.get("trace", "nowhere")) or "nowhere"):
+        done = CliRunner().invoke(cli.app, args)
+    torch.set_num_threads(1)  # a command has its process for itself
+    said = (done.stderr.strip().splitlines() or [""])[-1][:300]
+    assert done.exception is None or isinstance(done.exception, SystemExit), f"a raw {done.exception!r}"
+    assert "Traceback (most recent" not in done.output, f"a traceback: {said}"
+    assert done.exit_code in (0, 2), f"exit code {done.exit_code}: {said}"
+    if done.exit_code == 2:
+        assert said or not args, "exit code 2 without a word"
+        told = re.findall(r"^rowprop: (?!.* s left\))", done.stderr, re.MULTILINE)  # without the lines of progress
+        assert len(told) < 2, f"one sentence was needed: {done.stderr[:200]!r}"
+        raise InvalidInput(said)
+    if "--json" in args and "--help" not in args:
+        assert fits(lambda text: isinstance(json.loads(text), dict), done.stdout), f"no JSON: {done.stdout[:80]!r}"

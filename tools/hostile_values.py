@@ -1,4 +1,4 @@
-"""A user's own code for the hostile trial, and bad values, some listed and some drawn by Hypothesis.
+"""A user's own code for the hostile trial, and bad values: some listed, some drawn by Hypothesis.
 
 They are of every kind, and near a valid value. An error that is raised in this file is the user's own.
 """
@@ -57,7 +57,7 @@ def half_of(scores: Tensor) -> rowprop.Selection:
 
 
 def returns(result: Any, arguments: int | None = None) -> Callable[..., Any]:
-    """A user's function: what it returns, and for how many arguments; None is any number of them."""
+    """A user's function: what it returns, or raises, and for how many arguments; None is any number of them."""
 
     def answer(*_: Any) -> Any:
         if isinstance(result, Exception):
@@ -85,7 +85,7 @@ def said(value: object) -> str:
     return re.sub(r" at 0x\w+|\s+", " ", f"{type(value).__name__} {value!r}")[:90]
 
 
-def made(value: Any) -> Named:
+def named(value: Any) -> Named:
     return said(value), partial(copy.deepcopy, value)
 
 
@@ -107,7 +107,7 @@ TENSORS = st.builds(torch.full, SHAPES, st.floats(width=32)), st.sampled_from(DT
 FREE = st.one_of(
     *(NUMBERS, st.text(max_size=20), st.builds(Tensor.to, *TENSORS)),
     *(st.lists(NUMBERS | st.none(), max_size=N), st.builds(returns, NUMBERS)),
-).map(made)
+).map(named)
 
 # --- one step away from a valid value ---------------------------------------------------------------------------------
 
@@ -155,7 +155,10 @@ def parts_of(value: Any) -> dict[Any, Any]:
     return dict(value if isinstance(value, Mapping) else enumerate(value) if short else ())
 
 
-def rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
+def with_part(value: Any, place: Any, step: Step) -> Any:
+    """The value whose part at a place has taken a step."""
+    parts = parts_of(value)
+    parts[place] = step(parts[place])
     if is_dataclass(value):
         return replace(value, **parts)  # pyright: ignore
     return parts if isinstance(value, Mapping) else type(value)(parts.values())
@@ -169,31 +172,29 @@ def near(value: Any) -> Iterator[tuple[str, Step]]:
         if isinstance(value, Mapping):
             yield f"without {place}", lambda v, place=place: {key: v[key] for key in v if key != place}
         for name, step in other(part):
-            new = lambda step=step, part=part: step(copy.deepcopy(part))  # noqa: E731
-            yield f"{place}: {name}", lambda v, place=place, new=new: rebuilt(v, parts_of(v) | {place: new()})
+            yield f"{place}: {name}", partial(with_part, place=place, step=step)
 
 
 def other(value: Any) -> Iterator[tuple[str, Step]]:
     """Something else in the place of a value, and every step away from it."""
-    yield from ((said(each), lambda v, each=each: copy.deepcopy(each)) for each in INSIDE)
+    yield from ((said(each), lambda _, each=each: copy.deepcopy(each)) for each in INSIDE)
     yield from near(value)
 
 
-def bad(valid: Made, call: tuple[Any, ...] | None = None) -> list[Named]:
+def bad(valid: Made, call: tuple[Any, ...] | None = None) -> dict[str, Made]:
     """Every bad value beside a valid one that has a name; near a function, if it is known how to call it, its results.
 
     :data:`FREE` draws more. PyTorch refuses some steps, and so does the library where a part is checked.
     """
-    found = list(map(made, EVERY_KIND))
-    if call is None:
-        steps = [(name, lambda step=step: step(valid())) for name, step in near(valid())]
-        return found + [(name, make) for name, make in steps if fits(lambda _, make=make: make() is not make, None)]
-    found += [(f"for {n} arguments", lambda n=n: returns(valid()(*call), n)) for n in (0, 1, 3)]
-    scores = [(f"and scores {said(each)}", lambda r, each=each: rowprop.Scored(r, each)) for each in INSIDE]
-    for name, step in (*scores, *other(valid()(*call))):
-        made_so = partial(after, valid, step)
-        if fits(lambda _, made_so=made_so: made_so()(*call) is not call, None):
-            found.append((f"its result {name}", made_so))
+    result = valid if call is None else lambda: valid()(*call)
+    found, steps = dict(map(named, EVERY_KIND)), [*near(result())]
+    if call is not None:
+        found |= {f"for {n} arguments": lambda n=n: returns(result(), n) for n in (0, 1, 3)}
+        steps = [(f"and scores {said(each)}", lambda r, each=each: rowprop.Scored(r, each)) for each in INSIDE]
+        steps += other(result())
+    for name, step in steps:
+        if fits(lambda step: step(result()) is not step, step):
+            found[name] = partial(after, valid, step) if call else lambda step=step: step(valid())
     return found
 
 

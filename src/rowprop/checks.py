@@ -105,10 +105,16 @@ def check_numbers(owner: str, name: str, value: object, needed: str = "a tensor 
         raise InvalidInput(f"{owner} got {name} that are sparse but a dense tensor was needed; call to_dense().")
 
 
+def is_vector(value: object, dtype: torch.dtype = torch.int64) -> bool:
+    """Whether it is a dense tensor of one dimension and this dtype that holds numbers."""
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype != dtype:
+        return False
+    return value.layout == torch.strided and not value.is_meta
+
+
 def check_vector(owner: str, name: str, value: object, dtype: torch.dtype, size: int | None = None) -> None:
     """Refuse a value that is no tensor of one dimension, this dtype and, where it is given, this size."""
-    fits = isinstance(value, Tensor) and value.dim() == 1 and value.dtype == dtype and not value.is_meta
-    if not fits or size not in (None, cast("Tensor", value).numel()):
+    if not is_vector(value, dtype) or size not in (None, cast("Tensor", value).numel()):
         kind = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         needed = f"a tensor of shape ({'M' if size is None else size},) and dtype {dtype} was needed"
         raise InvalidInput(f"{owner} got {name} of the kind {kind} but {needed}; save and load the state whole.")

@@ -74,7 +74,8 @@ def losses_of(
 def described(value: object, noun: str = "a tensor") -> str:
     """How a message calls a value that came."""
     if isinstance(value, Tensor):
-        return f"{noun} of shape {tuple(value.shape)} and dtype {value.dtype}" + " on the device meta" * value.is_meta
+        kind = f"{noun} of shape {tuple(value.shape)} and dtype {value.dtype}" + " on the device meta" * value.is_meta
+        return kind if value.layout == torch.strided else f"{kind} that is sparse"
     return f"a {type(value).__name__}"
 
 
@@ -89,6 +90,8 @@ def _losses(name: str, returned: object, needed: str, noun: str, *, counted: boo
         advice = "pass reduction='none' to the loss."
     elif values.is_meta and not counted:
         advice = "move model and batch to a device that holds numbers."
+    elif values.layout != torch.strided:
+        advice = "call to_dense()."
     elif values.numel() == 0 or not values.is_floating_point():
         advice = "it must be a floating tensor with at least one entry."
     else:
@@ -292,6 +295,10 @@ def score_without_graph(
 _MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 
+def _is_signal(entry: Tensor) -> bool:
+    return entry.dim() in _MODES and entry.is_floating_point() and entry.layout == torch.strided
+
+
 @dataclass(frozen=True)
 class Downscaled:
     """Score rows by their losses on smaller signals, images or volumes.
@@ -320,13 +327,13 @@ class Downscaled:
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
         """Return the scores of the scaled batch."""
-        found = [entry.dim() for entry in tensors(batch) if entry.dim() in _MODES and entry.is_floating_point()]
+        found = [entry.dim() for entry in tensors(batch) if _is_signal(entry) and entry.numel() > 0]
         if not found:
             needed = "a floating tensor of shape (N, C, L), (N, C, H, W) or (N, C, D, H, W)"
             raise InvalidInput(f"Downscaled got a batch without {needed}, to make smaller; leave the scorer out.")
 
         def scaled(entry: Tensor) -> Tensor:
-            if entry.dim() != max(found) or not entry.is_floating_point():
+            if entry.dim() != max(found) or not _is_signal(entry):
                 return entry
             size = [max(1, int(self.scale * side)) for side in entry.shape[2:]]
             return F.interpolate(entry, size, mode=_MODES[entry.dim()], align_corners=False)

@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rowprop.checks import check_entries, check_numbers, check_vector, check_whole, checked_device, is_number, shown
+from rowprop.checks import (
+    check_entries,
+    check_numbers,
+    check_vector,
+    check_whole,
+    checked_device,
+    is_number,
+    is_vector,
+    shown,
+)
 from rowprop.distributed import check_group, process_group
 from rowprop.errors import InvalidInput
 from rowprop.host import waits
@@ -290,7 +299,7 @@ def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_ids(owner: str, ids: object) -> None:
     """Refuse what names no rows of a data set."""
-    if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64 or ids.is_meta:
+    if not is_vector(ids):
         needed = "the rows' ids were needed, shape (N,), int64; batches of rowprop.history.WithIds begin with them."
         raise InvalidInput(f"{owner} got {described(ids, 'ids')} but {needed}")
 

@@ -21,6 +21,7 @@ from rowprop.checks import (
     check_within,
     checked_device,
     is_number,
+    is_vector,
     shown,
     takes,
     wrong,
@@ -71,7 +72,7 @@ class Context:
         if self.progress is not None:
             check_within("Context", "progress", self.progress, "[0, 1]", "; half of the training is progress=0.5")
         for name, values in self.columns.items():
-            if not _are_whole(values):
+            if not is_vector(values):
                 raise InvalidInput(f"{name} came as {described(values)} but int64 of shape (N,) was needed.")
         check_generator("Context", self.generator)
 
@@ -92,17 +93,13 @@ class Context:
 
     def at(self, rows: Tensor) -> Context:
         """Return the context of some of the rows, shape ``(K,)``, int64."""
-        if not _are_whole(rows):
+        if not is_vector(rows):
             raise InvalidInput(f"Context.at got {described(rows)} but row indices were needed, shape (K,), int64.")
         try:
             columns = {name: values[rows.to(values.device)] for name, values in self.columns.items()}
         except IndexError as error:
             raise InvalidInput(f"Context.at got a row that the batch has not ({error}).") from error
         return replace(self, **cast("Any", columns)) if columns else self
-
-
-def _are_whole(values: object) -> bool:
-    return isinstance(values, Tensor) and values.dim() == 1 and values.dtype == torch.int64 and not values.is_meta
 
 
 NOTHING = Context()  # of a selector that is called with scores alone
@@ -149,13 +146,14 @@ class Selection:
             check_choice("Selection", name, getattr(self, name), (False, True))
         check_tensor("Selection", "rows", self.rows)
         check_tensor("Selection", "weights", self.weights)
-        if self.rows.dim() != 1 or self.rows.dtype != torch.int64:
+        if self.rows.dim() != 1 or self.rows.dtype != torch.int64 or self.rows.layout != torch.strided:
             needed = "row indices were needed, shape (K,), int64; of a mask, `mask.nonzero().squeeze(1)`."
             raise InvalidInput(f"Selection got {described(self.rows, 'rows')} but {needed}")
         if self.rows.numel() > self.num_rows:
             needed = "each row was needed once at most; add up the weights of rows that repeat."
             raise InvalidInput(f"Selection got {self.rows.numel()} rows of num_rows={self.num_rows} but {needed}")
-        if self.weights.shape != self.rows.shape or not self.weights.is_floating_point():
+        plain = self.weights.is_floating_point() and self.weights.layout == torch.strided
+        if self.weights.shape != self.rows.shape or not plain:
             needed = f"a floating number per row was needed, shape ({self.rows.numel()},)"
             came = described(self.weights, "weights")
             raise InvalidInput(f"Selection got {came} but {needed}; Selection.mean(rows, num_rows) gives each row 1/K.")

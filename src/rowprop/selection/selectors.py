@@ -19,7 +19,7 @@ from rowprop.errors import InvalidInput
 from rowprop.scoring import described
 from rowprop.selection.base import NOTHING, Context, Selection, check_context, check_fits, mean_unread, unread
 
-Keep: TypeAlias = "float | Callable[[float], float]"
+Keep: TypeAlias = float | Callable[[float], float]
 """A fraction, or a schedule: a callable from progress to a fraction, e.g. :class:`rowprop.schedule.Ramp`."""
 
 SLACK = 1e-9  # of floats: 0.07 * 100 is 7.000000000000001, and nine rows of ten hold a hair less than 0.9 of their sum
@@ -427,7 +427,7 @@ class PercentileSampling(Checked):
         owner = "PercentileSampling.load_state_dict"
         check_entries(owner, state, ("recent",))
         recent = state["recent"]
-        check_tensor(owner, "recent", recent)
+        check_numbers(owner, "recent", recent)
         sound = recent.dim() == 1 and recent.is_floating_point() and not bool(recent.isnan().any())
         if not sound or recent.numel() > self.recent:
             needed = f"floating scores without NaN were needed, at most recent={self.recent}."
