@@ -209,10 +209,7 @@ ENTRIES: dict[str, dict[str, Any]] = by_name({
         "laws": {"history": lambda given: True, "progress": lambda v: 0 <= v <= 1, "rows": whole(least=-N, most=N - 1)}
     },
     "Selection": {"weights": torch.full((3,), 1 / 3), "laws": {"num_rows": TABLE["num_rows"]}},
-    "selector": {
-        "function": users.half_of,
-        "laws": {"function": lambda function: ARGUMENTS["selector"][1](rowprop.selector(function))},
-    },
+    "selector": {"function": users.half_of, "laws": {"function": lambda function: function(SCORES).num_rows == N}},
     "SelectiveBackprop": {"selector": MEMORY, "accumulate_to": None},
     "SelectiveBackprop, recompute": {**PARTS, "engine": "recompute", "selector": selection.PerClass(MEMORY)},
     "SelectiveBackprop, masked": {**PARTS, "engine": "masked"},
@@ -267,6 +264,9 @@ class Door:
     call: Callable[..., Any]
     arguments: Mapping[str, Argument]
     on: Made | None = None
+
+    def example(self) -> Any:
+        return self.call(**{name: each.valid() for name, each in self.arguments.items()})
 
 
 def public() -> dict[str, Any]:
@@ -327,10 +327,6 @@ def saved(on: Made) -> Argument:
     return Argument(make, lambda value: fits(partial(alike, state()), value), partial(bad, make))
 
 
-def example(call: Callable[..., Any], given: Mapping[str, Argument]) -> Any:
-    return call(**{name: each.valid() for name, each in given.items()})
-
-
 @functools.cache
 def doors() -> dict[str, Door]:
     """Every public callable with its arguments, and the methods of what a class makes of its valid example."""
@@ -340,9 +336,8 @@ def doors() -> dict[str, Door]:
         base, comma, variant = name.partition(",")
         target, on = there[base], entry.get("on")
         if on is None:
-            call, given = partial(first_use, target), arguments(target, entry)
-            found[name] = Door(call, given)
-            on = partial(example, call, given)
+            found[name] = Door(partial(first_use, target), arguments(target, entry))
+            on = found[name].example
         for method in methods(target) if isinstance(target, type) else ():
             held = getattr(target, method)
             of_class, given = inspect.ismethod(held), arguments(held, {"state": None, **entry})
@@ -368,19 +363,10 @@ FILES = by_name({
     "ends.py": "import sys\nsys.exit(0)\n", "broken.py": "def make(:\n", "bytes.py": "\0\0", "empty/.keep": "",
 })  # fmt: skip
 LINKS = {"linked": "elsewhere", "dangling": "nowhere", "loop": "loop"}
-GIVEN: list[Any] = []  # what the factory of the running case returns
-
-
-def given() -> Any:
-    return GIVEN[0]
-
-
-def alone() -> nn.Module:
-    return nn.Linear(3, 2)
-
-
-def rows() -> tuple[torch.Tensor, ...]:
-    return torch.randn(48, 3), torch.arange(48) % 2, torch.randn(16, 3), torch.arange(16) % 2
+GIVEN: list[Any] = [None]
+# What texts name: a factory of whatever the running case asks for, one of a model alone, and one of data.
+given, alone = partial(GIVEN.__getitem__, 0), partial(nn.Linear, 3, 2)
+rows = partial(copy.deepcopy, (torch.randn(48, 3), torch.arange(48) % 2, torch.randn(16, 3), torch.arange(16) % 2))
 
 
 def numbers(law: Callable[[float], bool]) -> Callable[[str], bool]:
