@@ -408,13 +408,11 @@ WORDS = st.text(max_size=12).filter(lambda text: not fits(float, text)).map(lamb
 def texts(valid: Any, words: list[str], right: Any, drawn: Any = None) -> Argument:
     """An argument that takes texts; where none may be drawn, some of the words come twice."""
     named = [(f"{word[:50]!a}", partial(str, word)) for word in words]
-    law = right if callable(right) else lambda text: text.strip() in right
-    return Argument(
-        lambda: valid,
-        lambda text: text is None or fits(law, text),
-        lambda: dict(named),
-        drawn or st.sampled_from(named),
-    )
+
+    def law(text: str | None) -> bool:
+        return text is None or (fits(right, text) if callable(right) else text.strip() in right)
+
+    return Argument(lambda: valid, law, lambda: dict(named), drawn or st.sampled_from(named))
 
 
 def option(command: str, name: str) -> Argument:
@@ -428,12 +426,8 @@ def option(command: str, name: str) -> Argument:
         return texts(valid, PLACES[name] + right, right)
     if (command, name) == ("flops", "device"):
         right = ["cpu", "meta"]  # a count computes nothing
-    return texts(
-        valid,
-        [text for text in TEXTS if name not in LONG or not fits(lambda text: float(text) > 2, text)],
-        right,
-        WORDS,
-    )
+    short = [text for text in TEXTS if name not in LONG or not fits(lambda text: float(text) > 2, text)]
+    return texts(valid, short, right, WORDS)
 
 
 def command_doors() -> dict[str, Door]:
