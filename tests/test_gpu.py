@@ -1,13 +1,15 @@
-"""The same gradients on CUDA, by the kernels that only it has.
+"""The same gradients on CUDA, by the kernels that only it has. Skipped where there is no such device.
 
-What these kernels' rules do is tested on any machine by test_cuda_rules.py; here the kernels themselves run. Without
-such a device the bodies run on the CPU, with the kernels that it has, and with nothing in the place of streams and
-graphs. So a mistake in this file is found on any machine.
+What these kernels' rules do is tested on any machine by test_cuda_rules.py; here the kernels themselves run.
+
+``ROWPROP_GPU_TESTS_ON=cpu pytest tests/test_gpu.py`` runs the bodies on the CPU, with the kernels that it has, and with
+nothing in the place of streams and graphs. So a mistake in this file is found on any machine.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,10 +25,11 @@ import rowprop
 from rowprop import host
 from rowprop.backprop.watch import Report
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
+DEVICE = os.environ.get("ROWPROP_GPU_TESTS_ON", "cuda")
+ON_GPU = DEVICE != "cpu"
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # torch's own, on which kernel it takes and why not another
 ]
 
