@@ -427,8 +427,10 @@ def read(runs: Path, about: dict[str, Any]) -> Seeds:
 
 
 def told(values: Iterable[float], digits: int, factor: float = 1.0) -> str:
-    """Mean and standard deviation over the seeds."""
+    """Mean and standard deviation over the seeds; nothing where there is no figure."""
     scaled = [factor * value for value in values]
+    if not scaled or any(map(math.isnan, scaled)):
+        return ""
     spread = f" ± {statistics.stdev(scaled):.{digits}f}" if len(scaled) > 1 else ""
     return f"{statistics.fmean(scaled):.{digits}f}{spread}"
 
@@ -440,13 +442,17 @@ def ratio(
     over: Callable[[Epoch], float] | None = None,
     epoch: int | None = None,
 ) -> float:
-    """A method's sum over an epoch, or over all, divided by the sum of `full` in the same seed."""
+    """A method's sum over an epoch, or over all, divided by the sum of `full` in the same seed, if it trained it."""
+    if "full" not in seed:
+        return math.nan
     chosen = slice(None) if epoch is None else slice(epoch, epoch + 1)
     return sum(map(of, seed[name][chosen])) / sum(map(over or of, seed["full"][chosen]))
 
 
 def per_token(seed: dict[str, list[Epoch]], name: str, of: Callable[..., float]) -> float:
     """What the backward of plain steps costs a token, divided by what it costs in `full` in the same seed."""
+    if "full" not in seed:
+        return math.nan
     steps = [[epoch.plain for epoch in seed[each]] for each in (name, "full")]
     own, full = (sum(of(e, "backward") for e in each) / sum(e.tokens for e in each) for each in steps)
     return own / full
@@ -470,7 +476,7 @@ def table(seeds: Seeds, epochs: int) -> str:
     ]
     for name, runs in trained.items():
         times = [ratio(run, name, Epoch.total_s) for run in runs]
-        gains = [run[name][-1].accuracy - run["full"][-1].accuracy for run in runs]
+        gains = [run[name][-1].accuracy - run["full"][-1].accuracy for run in runs if "full" in run]
         cells = [
             f"`{name}`", str(len(runs)), told((run[name][-1].accuracy for run in runs), 2, 100), told(gains, 2, 100),
             told(times, 3), told(flops[name], 3), saved(times, flops[name]),
@@ -507,15 +513,16 @@ def table(seeds: Seeds, epochs: int) -> str:
         for name, runs in trained.items():
             times = [ratio(run, name, Epoch.compiled_s) for run in runs]
             lines.append(f"| `{name}` | {told(compiling[name], 1)} | {told(times, 3)} | {saved(times, flops[name])} |")
-    full = [epoch for run in seeds.values() for epoch in run["full"]]
-    steps = sum(epoch.steps for epoch in full)
-    phases = (f"{phase} {1000 * sum(epoch.plain.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)
     lines += [
         "",
         "Extra passes are steps in which `thinned` measures weight gradients; time and FLOPs hold them. Kept are rows; "
         "pairs are the share left of the FLOPs of weight gradients over (row, token) pairs.",
     ]
-    return "\n".join([*lines, f"A step of `full`: {', '.join(phases)}.", ""])
+    full = [epoch for run in seeds.values() for epoch in run.get("full", [])]
+    if full:
+        mean_s = {phase: sum(e.plain.total_s(phase) for e in full) / sum(e.steps for e in full) for phase in PHASES}
+        lines.append(f"A step of `full`: {', '.join(f'{phase} {1000 * s:.0f} ms' for phase, s in mean_s.items())}.")
+    return "\n".join([*lines, ""])
 
 
 def allocator() -> str:
@@ -550,10 +557,12 @@ def parsed() -> argparse.Namespace:
     args.methods = args.methods.split(",")
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
     unknown = set(args.methods) - set(METHODS)
-    if unknown or "full" not in args.methods:
-        parser.error(f"--methods takes {', '.join(METHODS)}, and `full` is among them")
-    if CONTROLS.keys() & set(args.methods) and args.keep is None and "thinned" not in args.methods:
-        parser.error("the controls follow the cost of `thinned`: give --keep, or train `thinned` beside them")
+    if unknown:
+        parser.error(f"--methods takes {', '.join(METHODS)}")
+    if CONTROLS.keys() & set(args.methods) and args.keep is None and not {"full", "thinned"} <= set(args.methods):
+        parser.error(
+            "the controls follow the cost of `thinned`: give --keep, or train `full` and `thinned` beside them"
+        )
     return args
 
 
@@ -580,7 +589,7 @@ def main() -> None:
 
     def write(seed: int, epochs: dict[str, list[Epoch]]) -> None:
         held = {name: [asdict(epoch) for epoch in found] for name, found in epochs.items()}
-        finished = len(epochs["full"]) == args.epochs
+        finished = all(len(found) == args.epochs for found in epochs.values())
         result = {"seed": seed, "setting": about, "finished": finished, "methods": held}
         write_whole(args.runs / f"seed-{seed}.json", (json.dumps(result, indent=1) + "\n").encode())
 

@@ -221,18 +221,14 @@ class Method:
 
     def figures(self, tests: Sequence[tuple[Tensor, Tensor]], steps: int) -> dict[str, float]:
         """The loss of held-out answers, and what the training cost."""
-        self.model.eval()
-        with torch.no_grad():
-            loss = statistics.mean(float(loss_of(self.model, batch)) for batch in tests)
         ratio = statistics.mean(self.ratios) if self.ratios else 0.0
         costs = {"backward_s": self.backward_s, "other_s": self.other_s, "flops": steps * statistics.mean(self.flops)}
-        return {"steps": steps, "loss": loss, "ratio": ratio, **costs}
+        return {"steps": steps, "loss": tested(self.model, tests), "ratio": ratio, **costs}
 
 
 def tuned(start: nn.Module, lines: Sequence[str], tau: float, steps: int, rate: float, seed: int) -> dict[str, Any]:
     """Fine-tune by every method, in turns, and by `fewer` steps; the figures of each."""
-    held_out = Questions(lines[:HELD_OUT], -1 - seed)
-    tests = [held_out.batch() for _ in range(40)]
+    tests = held_out(lines, seed)
 
     def trained_by(names: Sequence[str], steps: int) -> dict[str, dict[str, float]]:
         questions = Questions(lines[HELD_OUT:], seed)
@@ -246,6 +242,19 @@ def tuned(start: nn.Module, lines: Sequence[str], tau: float, steps: int, rate: 
     found = trained_by(METHODS, steps)
     fewer = round(steps * seconds(found["tokens"]) / seconds(found["exact"]))
     return {"seed": seed, **found, **trained_by(("fewer",), fewer)}
+
+
+def held_out(lines: Sequence[str], seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of entries that no training sees."""
+    questions = Questions(lines[:HELD_OUT], -1 - seed)
+    return [questions.batch() for _ in range(40)]
+
+
+def tested(model: nn.Module, tests: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The mean loss of the answers of these batches."""
+    model.eval()
+    with torch.no_grad():
+        return statistics.mean(float(loss_of(model, batch)) for batch in tests)
 
 
 def seconds(run: dict[str, float]) -> float:
@@ -337,7 +346,8 @@ def main() -> None:
             runs.append(json.loads(path.read_text()))
             print(runs[-1], flush=True)
         result["runs"] = runs
-        page += ["", *table(runs)]
+        result["start"] = statistics.mean(tested(model, held_out(lines, run["seed"])) for run in runs)
+        page += ["", *table(runs), f"Before the fine-tuning the loss is {result['start']:.3f}."]
     print("\n".join(page))
     stem = f"thin-tokens{'-train' * args.train}-{device_stem(torch.device('cpu'), 1)}"
     save(args.out, stem, result, "\n".join(page) + "\n")
