@@ -208,6 +208,7 @@ def integrations(session: nox.Session) -> None:
     tests = files("trl lightning trainer trainers accelerate ray loggers grpo your_framework zeros_frameworks")
     tests += [f"tests/docs/test_examples.py::test_the_{one}" for one in examples]
     session.run("pytest", *tests, *session.posargs)
+    session.run("python", "-W", "ignore", "tools/thinning_models.py", "300", "of transformers, tokens")
 
 
 @nox.session(python=interpreter("3.11"))

@@ -3,7 +3,8 @@
 Chains of layers of growing width make the same backward of the same number of ops over ever larger tensors. In each
 round the plain step over N rows and the step that picks K of them follow each other, in an order that turns. At the
 smallest width nothing but the overhead is left: a backward's time over its number of aten ops is what one op costs,
-plain and sliced. Where the ratio of the two steps falls below 1, slicing begins to pay: linear interpolation between
+plain and sliced. The floor is the backward of all rows whose gradient calls Python at each op, which runs the op and
+does nothing else. Where the ratio of the two steps falls below 1, slicing begins to pay: linear interpolation between
 the widths, in the logarithm of the plain backward's FLOPs.
 """
 
@@ -15,10 +16,10 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
@@ -41,7 +42,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.blocks, self.head = nn.Sequential(Block(width, False), Block(width, False)), nn.Linear(width, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(N, T, width) -> (N, 8)."""
         return self.head(self.blocks(x).mean(1))
 
@@ -55,6 +56,48 @@ WORKLOADS: dict[str, tuple[Callable[[int], tuple[nn.Module, Batch]], tuple[int, 
     "mlp": (mlp, WIDTHS),
     "transformer": (transformer, tuple(w for w in WIDTHS if w % 32 == 0)),  # heads are 32 wide
 }
+
+
+class Empty(Tensor):
+    """A gradient of all rows whose ops are called from Python."""
+
+    rows: int
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @staticmethod
+    def of(held: Tensor, rows: int) -> Any:
+        """Wrap a gradient that has a dimension of so many rows; the others are a weight's."""
+        if rows not in held.shape:
+            return held
+        out = cast(Any, Tensor)._make_wrapper_subclass(Empty, held.shape, dtype=held.dtype, device=held.device)
+        out.held, out.rows = held, rows
+        return out
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rows = next(a.rows for a in args if type(a) is Empty)
+        out = func(*[a.held if type(a) is Empty else a for a in args], **(kwargs or {}))
+        return Empty.of(out, rows) if isinstance(out, Tensor) else out
+
+
+class Emptied(torch.autograd.Function):
+    """The losses, whose gradient is :class:`Empty`."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The losses as they are."""
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Their gradient, wrapped."""
+        return Empty.of(grad.contiguous(), len(grad))
+
+
+def floor(model: nn.Module, batch: Batch, rows: Tensor | None = None) -> Tensor:
+    """The plain step's loss, with a backward that is called from Python."""
+    return Emptied.apply(row_losses(model, batch)).mean()
 
 
 class CountOps(TorchDispatchMode):
@@ -74,6 +117,8 @@ def measure(bench: Bench, keep: float, rounds: int, warmup: int = 5) -> dict[str
     """Both steps at one width."""
     n, device = bench.batch[0].shape[0], bench.batch[0].device
     variants = {"full": full, "sliced": sliced}
+    if not any(n in p.shape for p in bench.model.parameters()):  # weights and rows are told apart by their sizes
+        variants["floor"] = floor
     steps: dict[str, list[Any]] = {name: [] for name in variants}
     for number in range(warmup + rounds):
         rows = draw(n, keep, device)
@@ -96,6 +141,7 @@ def measure(bench: Bench, keep: float, rounds: int, warmup: int = 5) -> dict[str
         "densified": sorted(report.densified),
         "full_backward_us": spread([1e6 * s.backward_s for s in steps["full"]]),
         "sliced_backward_us": spread([1e6 * s.backward_s for s in steps["sliced"]]),
+        "floor_backward_us": spread([1e6 * s.backward_s for s in steps["floor"]]) if "floor" in steps else None,
         "ratio": spread([a.gradient_s / b.gradient_s for a, b in pairs]),
     }
 
@@ -119,11 +165,14 @@ def markdown(result: dict[str, Any]) -> str:
     for w in result["workloads"]:
         first = w["widths"][0]
         plain, cut = (first[f"{which}_backward_us"]["median"] for which in ("full", "sliced"))
-        even = w["break_even_flops"]
+        even, floor_us = w["break_even_flops"], first["floor_backward_us"]
+        lowest = f"The floor is {floor_us['median'] / plain:.2f}. " if floor_us else ""
         lines += [
             "", f"## {w['workload']}: keep {w['keep']}", "",
             f"At width {first['width']}: {plain / first['plain_ops']:.1f} us per plain op ({first['plain_ops']} ops), "
             f"{cut / first['sliced_ops']:.1f} us per sliced op ({first['sliced_ops']} ops). "
+            f"The sliced backward takes {cut / plain:.2f} of the plain one. "
+            + lowest
             + (f"Slicing pays from a backward of {even / 1e6:.1f} MFLOP on." if even else "No break-even here."),
             "", "| width | backward, MFLOP | plain backward, us | sliced backward, us | step ratio (quartiles) |",
             "|---|---|---|---|---|",

@@ -9,6 +9,7 @@ step on the same batch with the same dropout.
 - `full`: plain training;
 - `thinned`: the same loop after `rowprop.thin(model)`;
 - `random`: rows drawn at random, by `rowprop.pick`, as many as make the backward cost what `thinned` has cost so far;
+- `plain`: the same with forward and backward on the drawn rows alone, as many as make both cost that much;
 - `infobatch`: rows left out of an epoch by `PruningSampler`, and its factors on the losses;
 - `infobatch+thinned`: both.
 
@@ -61,7 +62,8 @@ from rowprop.files import write_whole
 from rowprop.history import LossHistory, PruningSampler
 from rowprop.thinning.backward import ThinnedBackward
 
-METHODS = ("full", "thinned", "random", "infobatch", "infobatch+thinned")
+METHODS = ("full", "thinned", "random", "plain", "infobatch", "infobatch+thinned")
+CONTROLS = {"random": ("backward",), "plain": ("forward", "backward")}  # the phases that cost what `thinned` costs
 PHASES = ("forward", "backward", "update")
 POOL = 16  # batches whose rows are sorted by length together
 TEST_BATCH = 250
@@ -228,7 +230,7 @@ class Method:
     """One copy of the model, trained its own way."""
 
     def __init__(self, name: str, model: nn.Module, args: argparse.Namespace, seed: int) -> None:
-        self.model = model.train()
+        self.name, self.model = name, model.train()
         if args.compile:
             layers = cast("nn.ModuleList", model.get_submodule("encoder.encoder.layer"))
             backend = "inductor" if name in ("full", "infobatch") else "rowprop"
@@ -237,7 +239,7 @@ class Method:
         self.amp = args.amp == "bf16"
         self.optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.01, fused=True)
         self.generator = torch.Generator().manual_seed(seed)
-        self.keep = args.keep if name == "random" else None
+        self.keep = 1.0 if args.keep is None else args.keep
         self.handle: Any = None
         if "thinned" in name:
             self.handle = rowprop.thin(model, tau=args.tau, generator=self.generator)
@@ -270,10 +272,13 @@ class Method:
         if self.sampler is not None:
             self.sampler.history.update(ids, losses.detach())
             return (losses * self.sampler.history.weights_of(ids)).mean()
-        if self.keep is not None:
-            count = max(1, round(self.keep * losses.numel()))
-            return rowprop.pick(losses, torch.randperm(losses.numel(), generator=self.generator)[:count]).mean()
+        if self.name == "random":
+            return rowprop.pick(losses, self.drawn(losses.numel())).mean()
         return losses.mean()
+
+    def drawn(self, num_rows: int) -> Tensor:
+        """Places of rows at random, the share `keep` of so many."""
+        return torch.randperm(num_rows, generator=self.generator)[: max(1, round(self.keep * num_rows))]
 
     def has_passes(self) -> bool:
         """Whether the next step measures weight gradients."""
@@ -281,6 +286,8 @@ class Method:
 
     def step(self, data: Rows, ids: Tensor, lr: float, *, count: bool) -> None:
         """One training step, on the clock or with its FLOPs counted."""
+        if self.name == "plain":
+            ids = ids[self.drawn(ids.numel())]
         batch = data.batch(ids)
         num_tokens = batch[0].numel()
         for group in self.optimizer.param_groups:
@@ -325,18 +332,20 @@ class Method:
             if self.handle is not None:
                 epoch.records.append(self.handle.record.to_dict())
 
-    def backward_flops(self) -> float:
-        """FLOPs of the backward in all steps so far, from the counted ones."""
-        return sum(epoch.total_flops("backward") for epoch in self.epochs)
+    def flops(self, *phases: str) -> float:
+        """FLOPs of these phases in all steps so far, from the counted ones."""
+        return sum(epoch.total_flops(*phases) for epoch in self.epochs)
 
 
-def follow(methods: dict[str, Method], last: dict[str, float]) -> None:
-    """Have `random` keep as many rows as bring its backward to the cost that `thinned` has had so far."""
-    full, thinned, random = (methods[name].backward_flops() for name in ("full", "thinned", "random"))
-    now = (thinned - last["thinned"]) / (full - last["full"])
-    behind = (thinned - random) / (full - last["full"])
-    methods["random"].keep = min(1.0, max(0.0, now + behind))
-    last.update(full=full, thinned=thinned)
+def follow(methods: dict[str, Method], last: dict[str, tuple[float, float]]) -> None:
+    """Have each control keep as many rows as bring it to the cost that `thinned` has had so far."""
+    for name in CONTROLS.keys() & methods.keys():
+        full, thinned, own = (methods[each].flops(*CONTROLS[name]) for each in ("full", "thinned", name))
+        full_before, thinned_before = last.get(name, (0.0, 0.0))
+        now = (thinned - thinned_before) / (full - full_before)
+        behind = (thinned - own) / (full - full_before)
+        methods[name].keep = min(1.0, max(0.0, now + behind))
+        last[name] = full, thinned
 
 
 def accuracy(model: nn.Module, data: Rows) -> float:
@@ -370,7 +379,7 @@ def train(seed: int, args: argparse.Namespace, done: Callable[[dict[str, list[Ep
     start = Classifier(args.dropout)
     methods = {name: Method(name, copy.deepcopy(start), args, seed) for name in args.methods}
     names = list(methods)
-    last = {"full": 0.0, "thinned": 0.0}
+    last: dict[str, tuple[float, float]] = {}
     for epoch in range(args.epochs):
         plans: dict[str, list[Tensor]] = {}
         for name, method in methods.items():
@@ -388,7 +397,7 @@ def train(seed: int, args: argparse.Namespace, done: Callable[[dict[str, list[Ep
                     progress = (epoch + (step + 0.5) / len(plans[name])) / args.epochs
                     torch.manual_seed((seed * args.epochs + epoch) * most + step)
                     methods[name].step(data, plans[name][step], rate(args.lr, progress), count=count)
-            if count and args.keep is None and "random" in methods:
+            if count and args.keep is None:
                 follow(methods, last)
             if step % GIVEN_BACK_EVERY == 0:
                 give_back()
@@ -418,8 +427,10 @@ def read(runs: Path, about: dict[str, Any]) -> Seeds:
 
 
 def told(values: Iterable[float], digits: int, factor: float = 1.0) -> str:
-    """Mean and standard deviation over the seeds."""
+    """Mean and standard deviation over the seeds; nothing where there is no figure."""
     scaled = [factor * value for value in values]
+    if not scaled or any(map(math.isnan, scaled)):
+        return ""
     spread = f" ± {statistics.stdev(scaled):.{digits}f}" if len(scaled) > 1 else ""
     return f"{statistics.fmean(scaled):.{digits}f}{spread}"
 
@@ -431,13 +442,17 @@ def ratio(
     over: Callable[[Epoch], float] | None = None,
     epoch: int | None = None,
 ) -> float:
-    """A method's sum over an epoch, or over all, divided by the sum of `full` in the same seed."""
+    """A method's sum over an epoch, or over all, divided by the sum of `full` in the same seed, if it trained it."""
+    if "full" not in seed:
+        return math.nan
     chosen = slice(None) if epoch is None else slice(epoch, epoch + 1)
     return sum(map(of, seed[name][chosen])) / sum(map(over or of, seed["full"][chosen]))
 
 
 def per_token(seed: dict[str, list[Epoch]], name: str, of: Callable[..., float]) -> float:
     """What the backward of plain steps costs a token, divided by what it costs in `full` in the same seed."""
+    if "full" not in seed:
+        return math.nan
     steps = [[epoch.plain for epoch in seed[each]] for each in (name, "full")]
     own, full = (sum(of(e, "backward") for e in each) / sum(e.tokens for e in each) for each in steps)
     return own / full
@@ -461,7 +476,7 @@ def table(seeds: Seeds, epochs: int) -> str:
     ]
     for name, runs in trained.items():
         times = [ratio(run, name, Epoch.total_s) for run in runs]
-        gains = [run[name][-1].accuracy - run["full"][-1].accuracy for run in runs]
+        gains = [run[name][-1].accuracy - run["full"][-1].accuracy for run in runs if "full" in run]
         cells = [
             f"`{name}`", str(len(runs)), told((run[name][-1].accuracy for run in runs), 2, 100), told(gains, 2, 100),
             told(times, 3), told(flops[name], 3), saved(times, flops[name]),
@@ -498,15 +513,16 @@ def table(seeds: Seeds, epochs: int) -> str:
         for name, runs in trained.items():
             times = [ratio(run, name, Epoch.compiled_s) for run in runs]
             lines.append(f"| `{name}` | {told(compiling[name], 1)} | {told(times, 3)} | {saved(times, flops[name])} |")
-    full = [epoch for run in seeds.values() for epoch in run["full"]]
-    steps = sum(epoch.steps for epoch in full)
-    phases = (f"{phase} {1000 * sum(epoch.plain.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)
     lines += [
         "",
         "Extra passes are steps in which `thinned` measures weight gradients; time and FLOPs hold them. Kept are rows; "
         "pairs are the share left of the FLOPs of weight gradients over (row, token) pairs.",
     ]
-    return "\n".join([*lines, f"A step of `full`: {', '.join(phases)}.", ""])
+    full = [epoch for run in seeds.values() for epoch in run.get("full", [])]
+    if full:
+        mean_s = {phase: sum(e.plain.total_s(phase) for e in full) / sum(e.steps for e in full) for phase in PHASES}
+        lines.append(f"A step of `full`: {', '.join(f'{phase} {1000 * s:.0f} ms' for phase, s in mean_s.items())}.")
+    return "\n".join([*lines, ""])
 
 
 def allocator() -> str:
@@ -527,7 +543,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1.5e-4, help="the largest learning rate (default %(default)s)")
     parser.add_argument("--dropout", type=float, default=DROPOUT, help="default %(default)s, MiniLM's own")
     parser.add_argument("--tau", type=float, default=0.025, help="of `thinned` (default %(default)s)")
-    parser.add_argument("--keep", type=float, help="share of rows of `random` (default: at the cost of `thinned`)")
+    parser.add_argument("--keep", type=float, help="share of rows of the controls (default: at the cost of `thinned`)")
     parser.add_argument("--count-every", type=int, default=20, help="steps per counted one (default %(default)s)")
     parser.add_argument("--amp", choices=["off", "bf16"], default="off", help="autocast (default off)")
     parser.add_argument("--compile", action="store_true", help="compile the layers (default: not)")
@@ -541,10 +557,12 @@ def parsed() -> argparse.Namespace:
     args.methods = args.methods.split(",")
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
     unknown = set(args.methods) - set(METHODS)
-    if unknown or "full" not in args.methods:
-        parser.error(f"--methods takes {', '.join(METHODS)}, and `full` is among them")
-    if "random" in args.methods and args.keep is None and "thinned" not in args.methods:
-        parser.error("`random` follows the cost of `thinned`: give it --keep, or train `thinned` beside it")
+    if unknown:
+        parser.error(f"--methods takes {', '.join(METHODS)}")
+    if CONTROLS.keys() & set(args.methods) and args.keep is None and not {"full", "thinned"} <= set(args.methods):
+        parser.error(
+            "the controls follow the cost of `thinned`: give --keep, or train `full` and `thinned` beside them"
+        )
     return args
 
 
@@ -571,7 +589,7 @@ def main() -> None:
 
     def write(seed: int, epochs: dict[str, list[Epoch]]) -> None:
         held = {name: [asdict(epoch) for epoch in found] for name, found in epochs.items()}
-        finished = len(epochs["full"]) == args.epochs
+        finished = all(len(found) == args.epochs for found in epochs.values())
         result = {"seed": seed, "setting": about, "finished": finished, "methods": held}
         write_whole(args.runs / f"seed-{seed}.json", (json.dumps(result, indent=1) + "\n").encode())
 

@@ -9,10 +9,14 @@ each. `added` is the mean of |drawn - exact|^2 over the parameters, over the var
 to batch; `FLOPs` those of the backward, and `time` that of forward and backward, over those of the exact backward below
 `skip_zeros`, in turns. `answers` is the share of the bytes that have a loss.
 
-`--train`: the fine-tuning, for as many steps by each method: `exact` is `rowprop.skip_zeros(model)`; `tokens` and
-`rows` have `rowprop.thin` beside it; `cut` picks the answers with `attention="cut"`, which is biased. Every method of a
-seed trains a copy of the same start on the same batches. The loss is that of answers in rows that were not trained on;
-the difference is to the same seed's `exact`. Seconds are the processor's, of whole steps, methods in turns.
+`--train`: the fine-tuning, for as many steps by each method, in turns: `full` is the plain loop; `exact` has
+`rowprop.skip_zeros(model)`; `tokens` and `rows` have `rowprop.thin` beside it; `cut` picks the answers with
+`attention="cut"`, which is biased. `fewer` is the control: `exact` for as many steps as take the time of `tokens`, its
+rate decayed to zero as well. Every method of a seed trains a copy of the same start on the same batches. The loss is
+that of answers in rows that were not trained on; its difference is to the same seed's `exact`, with the 95 % interval
+of the mean over the seeds. FLOPs of the backward, and the processor's seconds of whole steps, are over those of
+`exact`; one step of ten is counted, the others are on the clock. The limit is (F + bB) / (F + B), where B is the time
+of `exact`'s backward, F of all else, and b the method's FLOPs.
 """
 
 from __future__ import annotations
@@ -22,11 +26,12 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from scipy.stats import t as student
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -170,52 +175,127 @@ def variance(model: nn.Module, lines: Sequence[str], tokens: int, unit: Any, tau
 
 # --- fine-tuning ------------------------------------------------------------------------------------------------------
 
-METHODS = ("exact", "tokens", "rows", "cut")
+METHODS = ("full", "exact", "tokens", "rows", "cut")
+COUNTED = 10  # one step of so many has its FLOPs counted, and is not on the clock
+
+
+class Method:
+    """One copy of the start, fine-tuned its own way."""
+
+    def __init__(self, name: str, start: nn.Module, tau: float, rate: float, seed: int) -> None:
+        self.model = copy.deepcopy(start).train()
+        self.loss = picked if name == "cut" else loss_of
+        self.rate, self.handle = rate, None
+        if name in ("exact", "tokens", "rows", "fewer"):
+            rowprop.skip_zeros(self.model)
+        if name in ("tokens", "rows"):
+            generator = torch.Generator().manual_seed(seed)
+            unit = "token" if name == "tokens" else "row"
+            self.handle = rowprop.thin(self.model, tau=tau, unit=unit, generator=generator)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), rate, fused=True)
+        self.backward_s = self.other_s = 0.0
+        self.flops: list[float] = []
+        self.ratios: list[float] = []
+
+    def step(self, batch: tuple[Tensor, Tensor], done: float, count: bool) -> None:
+        """One step, on the clock or with the FLOPs of its backward counted."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * min(1.0, 7.5 * done) * (1 - done)
+        begun = time.process_time()
+        loss = self.loss(self.model, batch)
+        middle = time.process_time()
+        if count:
+            with rowprop.cost.count_flops() as flops:
+                loss.backward()
+            self.flops.append(flops.total_flops)
+        else:
+            loss.backward()
+        end = time.process_time()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if count:
+            self.ratios += [self.handle.record.ratio] if self.handle is not None else []
+        else:
+            self.backward_s += end - middle
+            self.other_s += middle - begun + time.process_time() - end
+
+    def figures(self, tests: Sequence[tuple[Tensor, Tensor]], steps: int) -> dict[str, float]:
+        """The loss of held-out answers, and what the training cost."""
+        ratio = statistics.mean(self.ratios) if self.ratios else 0.0
+        costs = {"backward_s": self.backward_s, "other_s": self.other_s, "flops": steps * statistics.mean(self.flops)}
+        return {"steps": steps, "loss": tested(self.model, tests), "ratio": ratio, **costs}
 
 
 def tuned(start: nn.Module, lines: Sequence[str], tau: float, steps: int, rate: float, seed: int) -> dict[str, Any]:
-    """Fine-tune by every method, in turns; the losses of answers that were held out, and the seconds."""
-    questions, held_out = Questions(lines[HELD_OUT:], seed), Questions(lines[:HELD_OUT], -1 - seed)
-    models = {name: copy.deepcopy(start).train() for name in METHODS}
-    optimizers = {name: torch.optim.AdamW(model.parameters(), rate, fused=True) for name, model in models.items()}
-    losses: dict[str, Callable[[Any], Tensor]] = {}
-    for name, model in models.items():
-        if name == "cut":
-            losses[name] = lambda batch, model=model: picked(model, batch)
-        else:
-            rowprop.skip_zeros(model)
-            losses[name] = lambda batch, model=model: loss_of(model, batch)
-        if name in ("tokens", "rows"):
-            rowprop.thin(
-                model,
-                tau=tau,
-                unit="token" if name == "tokens" else "row",
-                generator=torch.Generator().manual_seed(seed),
-            )
-    seconds = dict.fromkeys(METHODS, 0.0)
-    for number in range(steps):
-        batch = questions.batch()
-        for name in (*METHODS[number % len(METHODS) :], *METHODS[: number % len(METHODS)]):
-            begun = time.process_time()
-            for group in optimizers[name].param_groups:
-                group["lr"] = rate * min(1.0, (number + 1) / 20) * (1 - number / steps)
-            losses[name](batch).backward()
-            optimizers[name].step()
-            optimizers[name].zero_grad()
-            seconds[name] += time.process_time() - begun
-    tests = [held_out.batch() for _ in range(40)]
+    """Fine-tune by every method, in turns, and by `fewer` steps; the figures of each."""
+    tests = held_out(lines, seed)
+
+    def trained_by(names: Sequence[str], steps: int) -> dict[str, dict[str, float]]:
+        questions = Questions(lines[HELD_OUT:], seed)
+        methods = {name: Method(name, start, tau, rate, seed) for name in names}
+        for number in range(steps):
+            batch, turn = questions.batch(), number % len(names)
+            for name in (*names[turn:], *names[:turn]):
+                methods[name].step(batch, (number + 0.5) / steps, number % COUNTED == COUNTED // 2)
+        return {name: method.figures(tests, steps) for name, method in methods.items()}
+
+    found = trained_by(METHODS, steps)
+    fewer = round(steps * seconds(found["tokens"]) / seconds(found["exact"]))
+    return {"seed": seed, **found, **trained_by(("fewer",), fewer)}
+
+
+def held_out(lines: Sequence[str], seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of entries that no training sees."""
+    questions = Questions(lines[:HELD_OUT], -1 - seed)
+    return [questions.batch() for _ in range(40)]
+
+
+def tested(model: nn.Module, tests: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The mean loss of the answers of these batches."""
+    model.eval()
     with torch.no_grad():
-        found = {
-            name: statistics.mean(float(loss_of(model.eval(), batch)) for batch in tests)
-            for name, model in models.items()
-        }
-    return {"seed": seed, "loss": found, "seconds": seconds}
+        return statistics.mean(float(loss_of(model, batch)) for batch in tests)
+
+
+def seconds(run: dict[str, float]) -> float:
+    """Of the steps on the clock."""
+    return run["backward_s"] + run["other_s"]
 
 
 def picked(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """The answers alone, keys and values of the context without a gradient."""
     mask = counted(ANSWER).bool().expand(len(batch[0]), -1)
     return rowprop.pick(losses_of(model, batch), mask, attention="cut").mean()
+
+
+def table(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Each method over the seeds, beside the same seed's `exact`."""
+
+    def mean(values: Sequence[float], digits: int = 2) -> str:
+        return f"{statistics.mean(values):.{digits}f}"
+
+    def interval(values: Sequence[float]) -> str:
+        if len(values) < 2:
+            return f"{statistics.mean(values):+.4f}"
+        half = student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+        return f"{statistics.mean(values):+.4f} ± {half:.4f}"
+
+    page = ["| method | steps | loss of held-out answers | minus exact's | backward FLOPs | time (limit) |"]
+    page += ["|---" * 6 + "|"]
+    for name in (*METHODS, "fewer"):
+        pairs = [(run[name], run["exact"]) for run in runs]
+        works = [own["flops"] / exact["flops"] for own, exact in pairs]
+        times = [seconds(own) / seconds(exact) for own, exact in pairs]
+        limits = [
+            (exact["other_s"] + work * exact["backward_s"]) / seconds(exact)
+            for work, (_, exact) in zip(works, pairs, strict=True)
+        ]
+        cells = [mean([own["steps"] for own, _ in pairs], 0), mean([own["loss"] for own, _ in pairs], 3)]
+        cells += [interval([own["loss"] - exact["loss"] for own, exact in pairs]), mean(works)]
+        cells += [f"{mean(times)} ({mean(limits)})" if name in METHODS else mean(times)]
+        page.append("| " + " | ".join([f"`{name}`", *cells]) + " |")
+    ratios = (f"`{name}` {mean([run[name]['ratio'] for run in runs], 3)}" for name in ("tokens", "rows"))
+    return [*page, "", f"The handle's own estimate of the added variance, mean over the training: {', '.join(ratios)}."]
 
 
 def main() -> None:
@@ -266,15 +346,8 @@ def main() -> None:
             runs.append(json.loads(path.read_text()))
             print(runs[-1], flush=True)
         result["runs"] = runs
-        page += ["", "| method | loss of held-out answers | minus exact's | seconds, over exact's |", "|---" * 4 + "|"]
-        for name in METHODS:
-            columns = [
-                [run["loss"][name] for run in runs],
-                [run["loss"][name] - run["loss"]["exact"] for run in runs],
-                [run["seconds"][name] / run["seconds"]["exact"] for run in runs],
-            ]
-            cells = [f"{statistics.mean(c):.3f} ± {statistics.stdev(c) if len(c) > 1 else 0:.3f}" for c in columns]
-            page.append("| " + " | ".join([f"`{name}`", *cells]) + " |")
+        result["start"] = statistics.mean(tested(model, held_out(lines, run["seed"])) for run in runs)
+        page += ["", *table(runs), f"Before the fine-tuning the loss is {result['start']:.3f}."]
     print("\n".join(page))
     stem = f"thin-tokens{'-train' * args.train}-{device_stem(torch.device('cpu'), 1)}"
     save(args.out, stem, result, "\n".join(page) + "\n")

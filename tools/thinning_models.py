@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -256,6 +257,38 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 OF_TOKENS = ("vit", "bert", "gpt", "sequence first", "mixer")
 """Models whose tokens are drawn, too."""
+
+
+class OfTransformers(nn.Module):
+    """A model of transformers, tiny: token ids to what stands first in its output, for each token."""
+
+    def __init__(self, kind: str, auto: str) -> None:
+        import transformers
+
+        super().__init__()
+        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes |= {"num_key_value_heads": 1, "head_dim": 4, "ffn_dim": 12, "word_embed_proj_dim": 8}
+        sizes |= {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 9, "max_position_embeddings": 8}
+        dropouts = "hidden_dropout_prob attention_probs_dropout_prob dropout attention_dropout".split()
+        dropouts += "resid_pdrop embd_pdrop attn_pdrop".split()
+        tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+        config = transformers.AutoConfig.for_model(kind, **sizes, **tokens, **dict.fromkeys(dropouts, 0.0))
+        self.model = getattr(transformers, auto).from_config(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=(x.abs() * 4).long().clamp(max=8))[0]
+
+
+TRANSFORMERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    f"{kind} of transformers": (lambda kind=kind, auto=auto: OfTransformers(kind, auto), (5,))
+    for auto, kinds in {
+        "AutoModelForCausalLM": ("llama", "phi", "qwen2", "gpt2", "opt", "gpt_neox"),
+        "AutoModel": ("bert", "roberta"),
+    }.items()
+    for kind in kinds
+}
+"""Their tokens are drawn where transformers is installed, as in ``nox -s integrations``."""
+
 BATCHNORM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet, batch norm in training": (lambda: resnet(train=True), (1, 6, 6)),
     "u-net, batch norm in training": (lambda: UNet(norm=True), (1, 4, 4)),
@@ -265,7 +298,7 @@ BATCHNORM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def step(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
     """One of the models in float64, and a function that returns losses of its rows, in an order, differing in size."""
-    return prepared(*(MODELS | BATCHNORM)[name], *((0.7, 1.4) if name in BATCHNORM else ()))
+    return prepared(*(MODELS | BATCHNORM | TRANSFORMERS)[name], *((0.7, 1.4) if name in BATCHNORM else ()))
 
 
 def prepared(
@@ -431,14 +464,15 @@ def main(draws: int = 5000, ending: str = "") -> int:
     print("distance from the exact gradient, over its norm (noise in it)", flush=True)
     cases = [(name, name, True, "row") for name in (*MODELS, *BATCHNORM)]
     cases += [(f"{name}, rows in one order", name, False, "row") for name in BATCHNORM]
-    cases += [(f"{name}, tokens", name, True, "token") for name in OF_TOKENS]
+    installed = TRANSFORMERS if find_spec("transformers") else ()
+    cases += [(f"{name}, tokens", name, True, "token") for name in (*OF_TOKENS, *installed)]
     for title, name, shuffled, unit in cases:
         if not title.endswith(ending):
             continue
         begun = time.process_time()
         count = draws // 5 if name in BATCHNORM else draws
         found = [thinned(name, picked, count, shuffled=shuffled, unit=unit) for picked in (False, True)]
-        failed += name in MODELS and max(float(f.off.abs().max()) for f in found) >= 4
+        failed += name not in BATCHNORM and max(float(f.off.abs().max()) for f in found) >= 4
         alone, after = (f"{float(f.off.abs().max()):5.2f}, bias {f.bias:.3f} ({f.noise:.3f})" for f in found)
         print(f"{title:50} alone {alone}   after pick {after}   {time.process_time() - begun:5.1f} s", flush=True)
     return failed

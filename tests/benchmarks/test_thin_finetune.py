@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from argparse import Namespace
 from types import SimpleNamespace
@@ -38,18 +39,25 @@ def test_batches_hold_the_rows_of_each_pool_by_length():
     assert longest != sorted(longest)
 
 
-def test_random_keeps_what_thinned_has_cost():
-    # Red when `behind` is left out: the first step, before any count, costs everything.
-    shares = torch.linspace(1, 0.3, 40).tolist()
-    spent = {"full": 0, "thinned": 0, "random": 0}
-    methods = {name: SimpleNamespace(keep=None, backward_flops=lambda name=name: spent[name]) for name in spent}
-    last = {"full": 0, "thinned": 0}
-    for share in shares:
-        keep = 1.0 if methods["random"].keep is None else methods["random"].keep
-        for name, cost in {"full": 1, "thinned": share, "random": keep}.items():
-            spent[name] += round(1_000_000 * cost)
+def test_the_controls_cost_what_thinned_has_cost():
+    # Red when `behind` is left out (the first step, before any count, costs everything), and where `plain` follows the
+    # backward alone.
+    spent = {name: {"forward": 0.0, "backward": 0.0} for name in ("full", "thinned", "random", "plain")}
+    methods = {
+        name: SimpleNamespace(keep=1.0, flops=lambda *phases, own=own: sum(own[phase] for phase in phases))
+        for name, own in spent.items()
+    }
+    last = {}
+    for share in torch.linspace(1, 0.3, 40).tolist():
+        random, plain = methods["random"].keep, methods["plain"].keep
+        for name, forward, backward in [
+            ("full", 1, 1), ("thinned", 1, share), ("random", 1, random), ("plain", plain, plain),
+        ]:  # fmt: skip
+            spent[name]["forward"] += 1e6 * forward
+            spent[name]["backward"] += 2e6 * backward
         follow(methods, last)
-    assert spent["random"] == pytest.approx(spent["thinned"], rel=0.01)
+    assert spent["random"]["backward"] == pytest.approx(spent["thinned"]["backward"], rel=0.01)
+    assert sum(spent["plain"].values()) == pytest.approx(sum(spent["thinned"].values()), rel=0.01)
 
 
 def test_counted_steps_are_beside_the_clock():
@@ -113,13 +121,30 @@ class Small(nn.Module):
         return self.layers(tokens).mean(1)
 
 
-def begun(name: str) -> tuple[Method, Rows]:
+def begun(name: str, keep: float | None = None) -> tuple[Method, Rows]:
     """A method before its first step, and eight rows."""
     torch.manual_seed(0)
-    args = Namespace(amp="off", compile=False, lr=0.05, tau=0.5, keep=None, rows=8, batch=8, epochs=1)
+    args = Namespace(amp="off", compile=False, lr=0.05, tau=0.5, keep=keep, rows=8, batch=8, epochs=1)
     method = Method(name, Small(), args, 0)
     method.epochs.append(Epoch())
     return method, Rows(torch.randint(50, (8, 5)), torch.full((8,), 5), torch.randint(45, (8,)))
+
+
+@pytest.mark.parametrize(("name", "forward"), [("random", 8), ("plain", 3)])
+def test_the_controls_train_on_the_drawn_rows(name, forward):
+    # Red where `plain` runs its forward on all rows or `random` its own on the drawn ones, and where either
+    # backpropagates another row.
+    method, data = begun(name, keep=0.4)
+    method.optimizer = torch.optim.SGD(method.model.parameters(), 1.0)
+    start = copy.deepcopy(method.model)
+    drawn = torch.randperm(8, generator=torch.Generator().manual_seed(0))[:3]
+    method.step(data, torch.arange(8), 1.0, count=False)
+    method.losses(start, data.batch(drawn)).mean().backward()
+    for now, before in zip(method.model.parameters(), start.parameters(), strict=True):
+        assert torch.allclose(before - now, before.grad, atol=1e-6)
+    (epoch,) = method.epochs
+    assert epoch.rows == forward
+    assert epoch.plain.tokens == 5 * forward
 
 
 @pytest.mark.usefixtures("always_drawn")

@@ -86,6 +86,8 @@ _TRANSPARENT = frozenset(
 # The nodes of split, chunk and unbind join the gradients of their outputs, and put in zeros for outputs without one.
 _JOINS = ("SplitBackward", "SplitWithSizesBackward", "UnsafeSplit", "UnbindBackward")
 
+AccumulateGrad: type[Any] = cast(Any, torch)._C._functions.AccumulateGrad  # the nodes of leaves
+
 # Types of nodes that are autograd's own formulas and need nothing: a type is read faster than a name.
 _ORDINARY: set[type[Any]] = set()
 
@@ -104,7 +106,7 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
         held.ends.append(rows.recent.clear)
         if start not in held.nodes:
             held.ends += _prepare(start, rows.num_rows, slices, held)
-        return slices and ((start, 0) in held.dense or _is_leaf(start.next_functions[0][0]))
+        return slices and ((start, 0) in held.dense or type(start.next_functions[0][0]) is AccumulateGrad)
 
 
 def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Callable[[], Any]]:
@@ -115,10 +117,10 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
     leaves: list[Any] = []
     for node in nodes:
         kind: type[Any] = node.__class__
-        if kind in _ORDINARY or (node is start and slices):
-            continue
-        if _is_leaf(node):
+        if kind is AccumulateGrad:
             leaves.append(node)
+            continue
+        if kind in _ORDINARY or (node is start and slices):
             continue
         name = node.name()
         in_python = isinstance(node, BackwardCFunction)
@@ -136,7 +138,7 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
     if watched():
         products = [node for node in nodes if node.name().startswith(_PRODUCTS)]
         undo += [node.register_prehook(_report_full(node.name(), num_rows)).remove for node in products]
-    held.hooked.update(leaf for leaf in leaves if leaf.variable._backward_hooks)
+    held.hooked.update([leaf for leaf in leaves if leaf.variable._backward_hooks])
     held.plain.update(held.hooked, _returned(nodes, leaves, held))
     if held.plain:
         edges = ((node, place, to) for node in nodes for place, (to, _) in enumerate(node.next_functions))
@@ -172,6 +174,8 @@ def upstream(start: Any, known: Collection[Any] = ()) -> list[Any]:
     nodes: list[Any] = [start]
     found = {start, None}
     for node in nodes:
+        if node.__class__ is AccumulateGrad:
+            continue
         for edge, _ in node.next_functions:
             if edge not in found and edge not in known:
                 found.add(edge)
@@ -239,10 +243,6 @@ def _report_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
     return hook
 
 
-def _is_leaf(node: Any) -> bool:
-    return type(node).__name__ == "AccumulateGrad"  # custom functions may have any attribute, and other names
-
-
 def _returned(nodes: list[Any], leaves: list[Any], held: Backward) -> set[Any]:
     """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``."""
     # One that also flows on cannot be told from others: it stays sliced, and acts as a plain tensor.
@@ -259,7 +259,7 @@ def _returned(nodes: list[Any], leaves: list[Any], held: Backward) -> set[Any]:
         held.limited = True
     if not held.limited:
         return found
-    active = {node for node in nodes if not _is_leaf(node) and runs(node)} | found
+    active = {node for node in nodes if node.__class__ is not AccumulateGrad and runs(node)} | found
 
     def goes_on(node: Any) -> bool:
         edges = [edge for edge, _ in node.next_functions if edge is not None]

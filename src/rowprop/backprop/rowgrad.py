@@ -22,6 +22,8 @@ from rowprop.backprop.rules.registry import RULES, Op, op_name
 from rowprop.backprop.sliced import NO_RULE, Densify, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
 from rowprop.backprop.watch import note, note_densified
 
+_make: Any = cast(Any, Tensor)._make_wrapper_subclass
+
 
 class RowGrad(Tensor):
     """The gradient as autograd sees it. It never leaves a backward: leaves and Python code get plain tensors."""
@@ -37,14 +39,10 @@ class RowGrad(Tensor):
     def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
         """Wrap ``sliced``."""
         source: Any = sliced.values if type(sliced) is RowSlice else sliced
-        format = sliced.memory_format  # the strides of the dense gradient follow from it
-        self = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
-            cls,
-            sliced.shape,
-            strides=None if format is None else torch.empty(sliced.shape, device="meta", memory_format=format).stride(),
-            dtype=source.dtype,
-            device=source.device,
-        )
+        shape, format, strides = sliced.shape, sliced.memory_format, None
+        if format is not None:  # the strides of the dense gradient follow from it
+            strides = torch.empty(shape, device="meta", memory_format=format).stride()
+        self = _make(cls, shape, strides=strides, dtype=source.dtype, device=source.device)
         self.sliced = sliced
         if sliced.rows.streams is not None:
             self.made = sliced.rows, sliced.rows.stream
@@ -103,39 +101,17 @@ class RowGrad(Tensor):
         cls, func: Op, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name, writes, views, functional = _traits(func)
-        target = args[0] if writes and type(args[0]) is RowGrad else None
-        # For an op in place, the out-of-place op is run and the wrapper takes over its result.
-        op = func if target is None or target.full is not None else functional
-        rule = None if op is None else RULES.get(op)
-        if op is None or rule is None:
-            outcome: Any = Densify(NO_RULE)
-        else:
-            inner = [unwrap(a) if type(a) in _WRAPPERS else a for a in args]
-            named = {k: unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
-            outcome = apply_rule(rule, op, inner, named)
-            if views:
-                viewed = inner[0]
-                # As autograd undoes an in-place op that wrote to some tokens of each row only.
-                copying = type(viewed) is RowSlice and viewed.layout.minor and viewed.rows.copying
-                apart = copying and (type(outcome) is not RowSlice or outcome.rows is not viewed.rows)
-                if apart and _become_whole(args[0]):
-                    outcome = apply_rule(rule, op, [unwrap(args[0]), *inner[1:]], named)
-                if type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and node_name() not in _READERS:
-                    outcome = Densify("a part of the gradient that has no more rows than are kept may be written to")
+        name, writes, views, flat, functional = _traits(func)
+        if writes and type(args[0]) is RowGrad:
+            return _in_place(func if args[0].full is not None else functional, func, name, args, kwargs)
+        outcome = _outcome(func, flat, args, kwargs)
+        if views:
+            outcome = _viewed(func, outcome, args, kwargs)
         if type(outcome) is Densify:
-            if any(type(v) is RowGrad and v.full is None for v in leaves(args, kwargs)):
-                note_densified(name, outcome.reason)
-            if target is not None:
-                target.shared()
-            out = func(*map_leaves(args, plain), **map_leaves(kwargs, plain))
-            return wrap(outcome.after(out)) if target is None else target
+            _tell_densified(name, outcome, args, kwargs)
+            return wrap(outcome.after(func(*map_leaves(args, plain), **map_leaves(kwargs, plain))))
         note("sliced", name)
-        if target is not None:
-            if target.full is None:
-                _write(name, target, outcome)
-            return target
-        out = wrap(outcome)
+        out = RowGrad(outcome) if type(outcome) is RowSlice else wrap(outcome)
         if views:
             _link(out, args[0], func, args[1:], kwargs)
         return out
@@ -207,6 +183,8 @@ def _unwrap_all(values: Sequence[Any]) -> list[Any]:
 
 def wrap(value: Any) -> Any:
     """A rule's results as gradients."""
+    if type(value) is Tensor:
+        return value
     if type(value) is RowSlice or type(value) is Zeros:
         return RowGrad(value)
     if type(value) is tuple:
@@ -216,9 +194,70 @@ def wrap(value: Any) -> Any:
     return value
 
 
+def _outcome(op: Op | None, flat: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an op's rule makes of the gradients' operands."""
+    rule = RULES.get(cast(Op, op))
+    if rule is None:
+        return Densify(NO_RULE)
+    if flat:
+        kinds = [*map(type, args)]
+        if kinds.count(RowGrad) == 1:  # as nearly always: there is nothing to unite, and no list to look into
+            place = kinds.index(RowGrad)
+            inner, grad = [*args], args[place]
+            if grad.made is not None:
+                grad.bring()
+            inner[place] = g = grad.sliced
+            if type(g) is RowSlice and (rule.positions or not g.layout.minor):
+                try:
+                    return rule.run(op, *inner, **kwargs)
+                except NeedsAllRows as reason:
+                    return Densify(str(reason))
+    inner = [unwrap(a) if type(a) in _WRAPPERS else a for a in args]
+    return apply_rule(rule, cast(Op, op), inner, {k: unwrap(v) for k, v in kwargs.items()})
+
+
+def _viewed(op: Op, outcome: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The outcome of an op that returns a view, which may be written to."""
+    viewed = unwrap(args[0])
+    # As autograd undoes an in-place op that wrote to some tokens of each row only.
+    copying = type(viewed) is RowSlice and viewed.layout.minor and viewed.rows.copying
+    apart = copying and (type(outcome) is not RowSlice or outcome.rows is not viewed.rows)
+    if apart and _become_whole(args[0]):
+        outcome = _outcome(op, False, args, kwargs)
+    if type(outcome) is RowSlice or type(outcome) is Densify or not _is_dense_part(outcome, args[0]):
+        return outcome
+    if node_name() in _READERS:
+        return outcome
+    return Densify("a part of the gradient that has no more rows than are kept may be written to")
+
+
+def _in_place(op: Op | None, func: Op, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> RowGrad:
+    """An op that writes to a gradient: the out-of-place op is run, and the wrapper takes over its result."""
+    target: RowGrad = args[0]
+    outcome = _outcome(op, False, args, kwargs)
+    if type(outcome) is Densify:
+        _tell_densified(name, outcome, args, kwargs)
+        target.shared()
+        func(*map_leaves(args, plain), **map_leaves(kwargs, plain))
+        return target
+    note("sliced", name)
+    if target.full is None:
+        _write(name, target, outcome)
+    return target
+
+
+def _tell_densified(name: str, outcome: Densify, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    if any(type(v) is RowGrad and v.full is None for v in leaves(args, kwargs)):
+        note_densified(name, outcome.reason)
+
+
 @cache
-def _traits(func: Any) -> tuple[str, bool, bool, Op | None]:
-    """An op's name; whether it writes to its first argument; whether it returns a view; its out-of-place form."""
+def _traits(func: Any) -> tuple[str, bool, bool, bool, Op | None]:
+    """What is known of an op by its schema.
+
+    Its name; whether it writes to its first argument; whether it returns a view; whether each tensor that it takes is
+    an argument by itself, not in a list or given by name; its out-of-place form.
+    """
     schema = func._schema
     first = schema.arguments[0].alias_info if schema.arguments else None
     writes = first is not None and first.is_write
@@ -227,7 +266,8 @@ def _traits(func: Any) -> tuple[str, bool, bool, Op | None]:
         packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
         functional = getattr(packet, schema.overload_name or "default", None)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return op_name(func), writes, views, functional
+    flat = not any("Tensor" in str(a.type) and (a.kwarg_only or "List" in str(a.type)) for a in schema.arguments)
+    return op_name(func), writes, views, flat, functional
 
 
 def _become_whole(base: RowGrad) -> bool:

@@ -39,6 +39,9 @@ class RowSlice:
         """A sliced result of the same rows; its full shape follows from the shape of the values."""
         layout = self.layout if layout is None else layout
         shape = list(values.shape)  # sizes are not compared: a graph for any size would hold for equal sizes alone
+        if not layout.minor:
+            shape[layout.dim] = layout.outer * layout.num_rows * layout.inner
+            return RowSlice(values, self.rows, layout, shape)
         shape[layout.dim] = layout.size
         for part in layout.minor:
             shape[part.dim] = layout.size if part.dim == layout.dim else shape[part.dim] * part.size
@@ -301,20 +304,22 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     parts = rows.indices(layout.sizes) if layout.minor else ()
     if type(tensor) is not Tensor or tensor.is_meta:  # it has no memory of its own to be recognised by
         return gather_plain(tensor, rows.index, layout, parts)
-    storage = cast(Any, tensor.untyped_storage())._cdata
-    known = storage, tensor._version, layout, rows.stream  # pyright: ignore[reportPrivateUsage]
-    for earlier, source, result in rows.recent:
-        if earlier == known and _entries(source) == _entries(tensor) and not unpacks():
+    memory, recent = tensor.data_ptr(), rows.recent
+    about = tensor._version, layout, rows.stream  # pyright: ignore[reportPrivateUsage]
+    if memory in recent:  # while a source lives, no other tensor has its memory
+        source, told, result = recent[memory]
+        if source.data_ptr() == memory and told == about and _entries(source) == _entries(tensor) and not unpacks():
             return result
+    elif len(recent) > 1:
+        del recent[next(iter(recent))]
     result = gather_plain(tensor, rows.index, layout, parts)
-    # The source is held as well: while it lives, no other storage can have its address.
-    rows.recent[:] = [(known, tensor, result), *rows.recent[:1]]
+    recent[memory] = tensor, about, result
     return result
 
 
 def _entries(tensor: Tensor) -> tuple[Any, ...]:
-    """Which entries of its storage a tensor has, and how it reads them."""
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    """Which entries of its memory a tensor has, and how it reads them."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[Tensor] = ()) -> Tensor:

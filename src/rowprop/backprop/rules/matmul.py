@@ -25,34 +25,41 @@ from rowprop.backprop.watch import note, note_densified
 _DIMS = {(2, 2): ("ij", "jk", "ik"), (3, 3): ("bij", "bjk", "bik"), (2, 1): ("ij", "j", "i"), (1, 1): ("i", "i", "")}
 """Names of the dimensions of two factors and of their product, by the numbers of the factors' dimensions."""
 
+_PLACES = {
+    (*ndims, first, dim): (other.find(name), out.find(name))
+    for ndims, (a, b, out) in _DIMS.items()
+    for first, own, other in ((True, a, b), (False, b, a))
+    for dim, name in enumerate(own)
+}
+"""Where a dimension of the first or second factor lies in the other one, and in the product; -1: nowhere."""
+
 
 @rule("mv", "dot")
 @rule("mm", "bmm", positions=True)
 def product(op: Any, a: Any, b: Any) -> Any:
     """A product of matrices, batches of them or vectors; if both factors have the rows, both are sliced."""
-    a_dims, b_dims, out_dims = _DIMS[a.ndim, b.ndim]
     first = type(a) is RowSlice
-    g, names, other, other_names = (a, a_dims, b, b_dims) if first else (b, b_dims, a, a_dims)
-    if g.layout.minor and any(part.dim != g.dim for part in g.layout.minor):
+    g, other = (a, b) if first else (b, a)
+    layout: Layout = g.layout
+    if layout.minor and any(part.dim != g.dim for part in layout.minor):
         return _of_tokens(op, a, b)
-    name = names[g.dim]
-    place = other_names.find(name)
+    place, free = _PLACES[a.ndim, b.ndim, first, g.dim]
     if type(other) is RowSlice:
-        if other.dim != place or other.layout.at(g.dim) != g.layout:
+        if other.dim != place or other.layout.at(g.dim) != layout:
             return Densify("both factors are sliced, and not alike")
         g, other = g.merged(), other.merged().values
     elif place >= 0:
         other = g.take(other, place)
-    values, free = g.values, out_dims.find(name)
-    if free < 0 and g.rows.hook is not None and op is torch.ops.aten.mm.default:
+    values = g.values
+    if free >= 0:
+        return g.like(op(values, other) if first else op(other, values), layout.at(free))
+    if g.rows.hook is not None and op is torch.ops.aten.mm.default:
         lines = values.movedim(g.dim, 0), other.movedim(place, 0)
-        lines = g.rows.hook.weight_gradient(g.rows, g.layout.at(0), *lines)
+        lines = g.rows.hook.weight_gradient(g.rows, layout.at(0), *lines)
         values, other = lines[0].movedim(0, g.dim), lines[1].movedim(0, place)
     out = op(values, other) if first else op(other, values)
-    if free >= 0:
-        return g.like(out, g.layout.at(free))
     keys = _place_of_keys(first) if g.rows.attention == "cut" and out.ndim == 3 else None
-    if keys is None or not g.layout.plain:
+    if keys is None or not layout.plain:
         return out
     time = 3 - keys if first else keys
     if out.shape[time] != g.rows.num_rows:
