@@ -4,7 +4,8 @@ The batch is that of `sft_head.py`, the model a Qwen2 of its sizes from a config
 
 - `logits`: the loss of transformers, from the logits of all tokens; TRL's before 1.15;
 - `head alone`: the head runs for the tokens with a label, by plain indexing of the hidden states;
-- `linear_cross_entropy`: torch's own fused head, in chunks; it scores all tokens;
+- `linear_cross_entropy`: torch's own fused head, in chunks of 64 tokens, as its own choice takes many times as long
+  here; it scores all tokens;
 - `Liger`: Liger's fused head; it scores all tokens. It has no kernel for a CPU: Triton's interpreter runs it, so it has
   an error and FLOPs, but no time;
 - `TRL`: the trainer's own loss on the CPU, which takes the head's products in chunks and scores all tokens;
@@ -75,7 +76,7 @@ def head_alone(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
 
 def fused_by_torch(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     hidden = model.model(ids).last_hidden_state[:, :-1].flatten(0, 1)
-    options = nn.LinearCrossEntropyOptions()
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=64)
     return F.linear_cross_entropy(hidden, model.lm_head.weight, labels[:, 1:].flatten(), options=options)
 
 

@@ -281,7 +281,7 @@ def test_the_table_of_methods_is_what_was_measured():
         ("batchnorm", r"(?:all|top-k|random) ", 7, "-batchnorm.md"),
         ("batchnorm", r"[12]d ", 9, "-batchnorm-border.md"),
         ("grpo", r"\d+% ", 5, "-grpo-update-"),
-        ("supervised-fine-tuning", r"\d+ % ", 18, "-sft-"),
+        ("supervised-fine-tuning", r"\d+ % ", 22, "-sft-"),
         ("benchmarks", "`(?:full|exact|tokens|rows|cut|fewer)` ", 6, "-thin-tokens-train-"),
     ],
 )
