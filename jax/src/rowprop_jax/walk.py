@@ -128,8 +128,8 @@ class Op:
 
     def walk(self, key: str, ins: Facts, branch: int | None = None) -> Facts:
         """Facts of the results of a program that a parameter holds, and its twin's."""
-        programs = [eqn.params[key] if branch is None else eqn.params[key][branch] for eqn in (self.eqn, self.twin)]
-        return walk(*programs, ins, self.sizes, self.place)
+        n, k = (eqn.params[key] if branch is None else eqn.params[key][branch] for eqn in (self.eqn, self.twin))
+        return walk(n, k, ins, self.sizes, self.place)
 
 
 def walk(program: Any, twin: Any, ins: Sequence[Value], sizes: tuple[int, int], caller: str = "its end") -> Facts:
