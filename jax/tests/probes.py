@@ -120,6 +120,10 @@ PROBES = {
         lambda w, b: (hidden(w, b[0]) - jax.lax.stop_gradient(hidden(w, b[0]).mean(0))).prod(1),
         None,
     ),
+    "stopped softmax of the batch": (
+        lambda w, b: (b[0] @ w).sum(1) ** 2 * jax.lax.stop_gradient(jax.nn.softmax((b[0] @ w).sum(1))),
+        None,
+    ),
     "divided by N": (lambda w, b: (hidden(w, b[0]) / len(b[0])).sum(1), None),
     "key of each row": (
         lambda w, b: jax.checkpoint(
@@ -145,6 +149,10 @@ PROBES = {
     "rolled": (lambda w, b: jnp.roll(hidden(w, b[0]), 1, 0).sum(1), "split"),
     "permuted": (lambda w, b: hidden(w, b[0])[b[1]].sum(1), "scatter-add"),
     "permuted in each": (lambda w, b: hidden(w, b[0])[b[1], jnp.arange(len(b[1])) % 4], "scatter-add"),
+    "read across rows": (
+        lambda w, b: hidden(w, b[0]).T.reshape(-1, 4)[jnp.arange(len(b[1])), b[1]],
+        "splits the axis",
+    ),
     "pairs": (lambda w, b: jax.nn.log_softmax(hidden(w, b[0]) @ b[0].T)[:, 0], "dot_general"),
     "largest of the batch": (lambda w, b: (hidden(w, b[0]) - hidden(w, b[0]).max(0)).sum(1) ** 2, "sums over"),
     "neighbour": (
@@ -161,6 +169,10 @@ PROBES = {
     "gradient of one's own": (lambda w, b: with_backward(lambda x, g: g + 1)(hidden(w, b[0])).sum(1), "sums over all"),
     "gradient of one's own, by a function": (
         lambda w, b: with_backward(lambda x, g: jnp.exp(g))(hidden(w, b[0])).sum(1),
+        "sums over all",
+    ),
+    "gradient of one's own, to a power": (
+        lambda w, b: with_backward(lambda x, g: jnp.tanh(jax.lax.integer_pow(g, -2)))(hidden(w, b[0])).sum(1),
         "sums over all",
     ),
     "gradient for one branch": (

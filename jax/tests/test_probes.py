@@ -13,7 +13,7 @@ import pytest
 from checks import error, plain, sliced
 from probes import PROBES
 from rowprop_jax import UnsupportedOperation, walk
-from rowprop_jax.facts import Rows, Value
+from rowprop_jax.walk import Rows, Value
 
 RNG = np.random.default_rng(0)
 W, BATCH = (
@@ -82,16 +82,14 @@ def never_number(op):
 
 
 def first_branch(op):
-    return op.walk(op.params["branches"][0], op.twin.params["branches"][0], op.ins[1:])
+    return op.walk("branches", op.ins[1:], 0)
 
 
 def first_step(op):
     first, last = op.params["num_consts"], op.params["num_consts"] + op.params["num_carry"]
-    steps = [value.moved(value.rows.axis - 1) if value.rows else value for value in op.ins[last:]]
-    outs = op.walk(op.params["jaxpr"], op.twin.params["jaxpr"], [*op.ins[:last], *steps])
-    return [
-        value.moved(value.rows.axis + (at >= last - first)) if value.rows else value for at, value in enumerate(outs)
-    ]
+    steps = [value.moved(lambda at: at - 1) for value in op.ins[last:]]
+    outs = op.walk("jaxpr", [*op.ins[:last], *steps])
+    return [value.moved(lambda axis, at=at: axis + (at >= last - first)) for at, value in enumerate(outs)]
 
 
 def outermost(op):

@@ -1,7 +1,6 @@
 """The backward of the rows of a batch that matter, at the cost of these rows, for JAX."""
 
-from rowprop_jax.facts import InvalidInput, UnsupportedOperation
-from rowprop_jax.sliced import skip_zeros, vjp
+from rowprop_jax.sliced import InvalidInput, UnsupportedOperation, skip_zeros, vjp
 from rowprop_jax.step import Record, Verification, top_k, uniform, value_and_grad, verify
 
 __all__ = [

@@ -1,7 +1,6 @@
-"""The table: how each primitive treats the rows of its operands. What is not here is refused where a row reaches it.
+"""The table: how each primitive treats the rows of its operands, as facts of its results, or Mixes.
 
-A rule returns facts (:class:`~rowprop_jax.facts.Value`) of the results, or raises Mixes. The walk has looked before
-that both traces have the same parameters, and looks afterwards that the rows lie where the shapes of both say.
+The walk has looked before that both traces have the same parameters, and looks afterwards that shapes and facts agree.
 """
 
 from __future__ import annotations
@@ -9,13 +8,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
+from math import prod
 from typing import Any
 
-from rowprop_jax.facts import WHOLE, Mixes, Rows, Value, either, joined, reshaped, rows_of
-from rowprop_jax.walk import Facts, Op, rule
+from rowprop_jax.walk import WHOLE, Facts, Mixes, Op, Rows, Value, either, joined, rows_of, rule
+
+
+def _apart(op: Op, axes: Iterable[int], zero: bool = False) -> Value:
+    """The facts after an operation along ``axes``: each row by itself if none of them is the rows'."""
+    if op.along(axes):
+        raise Mixes("{} works along the axis of the rows")
+    return Value(op.rows, zero)
+
+
+def _without(op: Op, axes: Sequence[int], zero: bool = False) -> Value:
+    """The facts after an operation that takes ``axes`` away."""
+    return _apart(op, axes, zero).moved(lambda at: at - sum(axis < at for axis in axes))
+
+
+def _cut(op: Op, part: Iterable[Any], whole: Any = None) -> list[int]:
+    """The axes of which ``part`` does not hold ``whole``, which is their size where it is None."""
+    return [at for at, (size, held) in enumerate(zip(op.shapes[0], part, strict=True)) if held != (whole or size)]
+
 
 # Element by element: where is the result zero? At a row that is not kept 0 * inf counts as 0.
-
 rule("mul and")(lambda op: Value(op.rows, any(op.zeros)))
 rule("add add_any sub max min or xor complex")(lambda op: Value(op.rows, all(op.zeros)))
 rule("""neg sign abs floor ceil round real imag conj sqrt cbrt tanh sin tan asin atan sinh asinh atanh expm1 log1p erf
@@ -26,6 +42,32 @@ clamp nextafter shift_left shift_right_logical shift_right_arithmetic population
 random_wrap random_unwrap random_seed threefry2x32""")(lambda op: Value(op.rows))
 rule("convert_element_type copy")(lambda op: op.ins[0])
 rule("optimization_barrier", careful=True)(lambda op: op.ins)
+# Along some axes.
+rule("squeeze")(lambda op: _without(op, op.params["dimensions"], op.zeros[0]))
+rule("reduce_sum")(
+    lambda op: op.summed(*op.ins) if op.along(op.params["axes"]) else _without(op, op.params["axes"], op.zeros[0])
+)
+rule("reduce_max reduce_min")(lambda op: _without(op, op.params["axes"], op.zeros[0]))
+rule("reduce_prod reduce_and reduce_or reduce_xor argmax argmin")(lambda op: _without(op, op.params["axes"]))
+rule("unstack")(lambda op: _without(op, [op.params["axis"]], op.zeros[0]))
+rule("cumsum cumprod cummax cummin split")(lambda op: _apart(op, [op.params["axis"]], op.zeros[0]))
+rule("cumlogsumexp top_k")(lambda op: _apart(op, [op.params["axis"]]))
+rule("sort")(lambda op: _apart(op, [op.params["dimension"]]))
+rule("rev")(lambda op: _apart(op, op.params["dimensions"], op.zeros[0]))
+rule("cholesky lu eigh svd householder_product")(lambda op: _apart(op, range(len(op.shapes[0]))[-2:]))
+rule("triangular_solve")(lambda op: _apart(op, range(len(op.shapes[0]))[-2:], op.zeros[1]))
+rule("fft")(lambda op: _apart(op, range(len(op.shapes[0]))[-len(op.params["fft_lengths"]) :], op.zeros[0]))
+rule("slice dynamic_slice")(lambda op: _apart(op, _cut(op, op.outs[0][0]), op.zeros[0]))
+rule("dynamic_update_slice")(lambda op: _apart(op, _cut(op, op.shapes[1]), all(op.zeros[:2])))
+rule("tile")(lambda op: _apart(op, _cut(op, op.params["reps"], 1), op.zeros[0]))
+rule("pad")(lambda op: _apart(op, _cut(op, op.params["padding_config"], (0, 0, 0)), all(op.zeros)))
+
+
+@rule("reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add")
+def _windows(op: Op) -> Value:
+    plain = {"window_dimensions": 1, "window_strides": 1, "base_dilation": 1, "window_dilation": 1, "padding": (0, 0)}
+    given = [(op.params[key], one) for key, one in plain.items() if op.params.get(key) is not None]
+    return _apart(op, {axis for sizes, one in given for axis in _cut(op, sizes, one)}, op.zeros[0])
 
 
 @rule("select_n", careful=True)
@@ -44,14 +86,11 @@ def _less(op: Op) -> Value:
     return Value(op.rows, why=op.spoiled or op.counts)
 
 
-# Shapes.
-
-
 @rule("broadcast_in_dim")
 def _broadcast(op: Op) -> Value:
     value, rows = op.ins[0], rows_of(*op.outs[0], op.sizes)
     if value.rows:
-        return value.moved(int(op.params["broadcast_dimensions"][value.rows.axis]))
+        return value.moved(lambda at: int(op.params["broadcast_dimensions"][at]))
     return replace(value, rows=rows and Rows(rows.axis, None))
 
 
@@ -62,20 +101,17 @@ def _reshape(op: Op) -> Value:
         return value
     if op.params["dimensions"] is not None:
         raise Mixes("{} reads in another order")
-    number = WHOLE if value.number == WHOLE and shape[rows.axis] == op.sizes[0] else None
-    return replace(value, rows=reshaped(value.rows, op.shapes[0], shape, rows.axis, op.sizes[0]), number=number)
+    axis, outer = rows.axis, value.rows.outer
+    if outer is not None:  # elements keep their order, row-major
+        outer, rest = divmod(prod(op.shapes[0][: value.rows.axis]) * outer, prod(shape[:axis]))
+        if rest or shape[axis] % (outer * op.sizes[0]):
+            raise Mixes("{} splits the axis of the rows")
+    number = WHOLE if value.number == WHOLE and shape[axis] == op.sizes[0] else None
+    return replace(value, rows=Rows(axis, outer), number=number)
 
 
-@rule("transpose")
-def _transpose(op: Op) -> Value:
-    value = op.ins[0]
-    return value.moved(list(op.params["permutation"]).index(value.rows.axis)) if value.rows else value
-
-
-@rule("stack")
-def _stack(op: Op) -> Value:
-    value = Value(op.rows, all(op.zeros))
-    return value.moved(value.rows.axis + (op.params["axis"] <= value.rows.axis)) if value.rows else value
+rule("transpose")(lambda op: op.ins[0].moved(list(op.params["permutation"]).index))
+rule("stack")(lambda op: Value(op.rows, all(op.zeros)).moved(lambda at: at + (op.params["axis"] <= at)))
 
 
 @rule("concatenate")
@@ -97,91 +133,18 @@ def _iota(op: Op) -> Value:
     return Value(rows, number=WHOLE)
 
 
-# Along some axes: for each row by itself if none of them is the rows'.
-
-
-def _apart(op: Op, axes: Iterable[int], zero: bool = False) -> Value:
-    """The facts after an operation along ``axes`` that leaves every axis where it is."""
-    rows = op.rows
-    if rows and rows.axis in axes:
-        raise Mixes("{} works along the axis of the rows")
-    return Value(rows, zero)
-
-
-def _without(op: Op, axes: Sequence[int], zero: bool = False) -> Value:
-    """The facts after an operation that takes ``axes`` away."""
-    value = _apart(op, axes, zero)
-    return value.moved(value.rows.axis - sum(axis < value.rows.axis for axis in axes)) if value.rows else value
-
-
-def _last(op: Op, count: int) -> range:
-    return range(len(op.shapes[0]) - count, len(op.shapes[0]))
-
-
-def _cut(whole: Sequence[Any], part: Sequence[Any]) -> list[int]:
-    """The axes that differ."""
-    return [axis for axis, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
-
-
-@rule("reduce_sum")
-def _reduce_sum(op: Op) -> Value:
-    value, axes = op.ins[0], op.params["axes"]
-    return op.summed(value) if value.rows and value.rows.axis in axes else _without(op, axes, value.zero)
-
-
-rule("squeeze")(lambda op: _without(op, op.params["dimensions"], op.zeros[0]))
-rule("reduce_max reduce_min")(lambda op: _without(op, op.params["axes"], op.zeros[0]))
-rule("reduce_prod reduce_and reduce_or reduce_xor argmax argmin")(lambda op: _without(op, op.params["axes"]))
-rule("unstack")(lambda op: _without(op, [op.params["axis"]], op.zeros[0]))
-rule("cumsum cumprod cummax cummin split")(lambda op: _apart(op, [op.params["axis"]], op.zeros[0]))
-rule("cumlogsumexp top_k")(lambda op: _apart(op, [op.params["axis"]]))
-rule("sort")(lambda op: _apart(op, [op.params["dimension"]]))
-rule("rev")(lambda op: _apart(op, op.params["dimensions"], op.zeros[0]))
-rule("cholesky lu eigh svd householder_product")(lambda op: _apart(op, _last(op, 2)))
-rule("triangular_solve")(lambda op: _apart(op, _last(op, 2), op.zeros[1]))
-rule("fft")(lambda op: _apart(op, _last(op, len(op.params["fft_lengths"])), op.zeros[0]))
-rule("tile")(lambda op: _apart(op, _cut(op.params["reps"], [1] * len(op.shapes[0])), op.zeros[0]))
-rule("pad")(lambda op: _apart(op, _cut(op.params["padding_config"], [(0, 0, 0)] * len(op.shapes[0])), all(op.zeros)))
-
-
-@rule("slice")
-def _slice(op: Op) -> Value:
-    ones = [1] * len(op.shapes[0])
-    given = zip(op.outs[0][0], op.params["start_indices"], op.params["strides"] or ones, strict=True)
-    return _apart(op, _cut([(size, 0, 1) for size in op.shapes[0]], list(given)), op.zeros[0])
-
-
-@rule("dynamic_slice dynamic_update_slice")
-def _dynamic(op: Op) -> Value:
-    arrays = 2 if op.eqn.primitive.name == "dynamic_update_slice" else 1
-    if any(value.rows for value in op.ins[arrays:]):
-        raise Mixes("{} starts at another place in each row")
-    part = op.shapes[1] if arrays == 2 else op.outs[0][0]
-    return _apart(op, _cut(op.shapes[0], part), all(op.zeros[:arrays]))
-
-
-@rule("reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add")
-def _windows(op: Op) -> Value:
-    plain = {"window_dimensions": 1, "window_strides": 1, "base_dilation": 1, "window_dilation": 1, "padding": (0, 0)}
-    given = [(op.params[key], one) for key, one in plain.items() if op.params.get(key) is not None]
-    return _apart(op, {axis for sizes, one in given for axis in _cut(sizes, [one] * len(sizes))}, op.zeros[0])
-
-
-# Products.
-
-
 @rule("dot_general")
 def _dot_general(op: Op) -> Value:
     contracted, batched = op.params["dimension_numbers"]
     places, sums, before = list[Rows](), list[Rows](), len(batched[0])
     for value, shape, sum_axes, batch_axes in zip(op.ins, op.shapes, contracted, batched, strict=True):
         free = [axis for axis in range(len(shape)) if axis not in (*sum_axes, *batch_axes)]
-        if value.rows and value.rows.axis in sum_axes:
-            sums.append(Rows(list(sum_axes).index(value.rows.axis), value.rows.outer))
-        elif value.rows:
-            order = [*batch_axes, *[-1] * (before - len(batch_axes)), *free]
-            places.append(Rows(order.index(value.rows.axis), value.rows.outer))
+        order, lies = [*batch_axes, *[-1] * (before - len(batch_axes)), *free], places
         before += len(free)
+        if value.rows and value.rows.axis in sum_axes:
+            order, lies = list(sum_axes), sums
+        if value.rows:
+            lies.append(Rows(order.index(value.rows.axis), value.rows.outer))
     if sums and (places or len(sums) != 2):
         raise Mixes("{} multiplies a row by another row")
     return op.summed(*op.ins) if joined(sums) else Value(joined(places), any(op.zeros))
@@ -192,8 +155,8 @@ def _convolution(op: Op) -> Value:
     (image, kernel), numbers = op.ins, op.params["dimension_numbers"]
     if image.rows and kernel.rows:  # the gradient of a kernel: rows stand where channels do, and are summed over
         channels = (numbers.lhs_spec[1], numbers.rhs_spec[1]) == (image.rows.axis, kernel.rows.axis)
-        same = joined([Rows(0, image.rows.outer), Rows(0, kernel.rows.outer)])
-        if same and channels and op.params["feature_group_count"] == 1:
+        joined([Rows(0, image.rows.outer), Rows(0, kernel.rows.outer)])
+        if channels and op.params["feature_group_count"] == 1:
             return op.summed(image, kernel)
     elif image.rows is None and kernel.rows is None:
         return Value(zero=any(op.zeros))
@@ -202,65 +165,54 @@ def _convolution(op: Op) -> Value:
     raise Mixes("{} multiplies a row by another row")
 
 
-# Places: indices of each row, into that row or into what all rows share.
+def _read(op: Op, dims: Any, taken: Any, batched: Any, index_batched: Any, mapped: Any, ndim: int) -> Rows | None:
+    """Where the rows lie in what a gather reads or a scatter writes: as in the index, or else as in the array.
 
-
-def _own(op: Op, batched: Sequence[int], index_batched: Sequence[int], columns: Sequence[int]) -> bool:
-    """Whether the index of row i points into row i of the array: by a pair of axes, or by a column of row numbers."""
-    array, index = op.ins[0].rows, op.ins[1].rows
-    if array is None or index is None or not joined([Rows(0, array.outer), Rows(0, index.outer)]):
-        return False
-    if array.axis in batched:
-        return op.ins[1].number is None and index_batched[list(batched).index(array.axis)] == index.axis
-    plain = {op.shapes[0][array.axis], op.shapes[1][index.axis]} == {op.sizes[0]}
-    return plain and op.ins[1].number == 0 and columns[0] == array.axis
-
-
-def _but(ndim: int, *gone: Sequence[int]) -> list[int]:
-    """The axes that are left."""
-    return [axis for axis in range(ndim) if all(axis not in axes for axes in gone)]
+    The index of row i points into row i by a pair of batched axes, or by a column of row numbers.
+    """
+    (array, index), (shape, index_shape) = op.ins[:2], op.shapes[:2]
+    places = [axis for axis in range(ndim) if axis not in dims]  # of the index's axes
+    windows = [axis for axis in range(len(shape)) if axis not in taken and axis not in batched]
+    if array.number is not None:
+        raise Mixes("{} computes with the number of a row")
+    if index.rows and index.rows.axis < len(places):
+        own, found = array.rows is None and index.number is None, Rows(places[index.rows.axis], index.rows.outer)
+        if array.rows:
+            joined([Rows(0, array.rows.outer), Rows(0, index.rows.outer)])
+            plain = shape[array.rows.axis] == index_shape[index.rows.axis] == op.sizes[0]
+            own = plain and index.number == 0 and mapped[0] == array.rows.axis
+            if array.rows.axis in batched:
+                own = index.number is None and index_batched[list(batched).index(array.rows.axis)] == index.rows.axis
+        if own:
+            return found
+    elif array.rows and index.rows is None and array.rows.axis in windows and array.rows.axis not in mapped:
+        return Rows(dims[windows.index(array.rows.axis)], array.rows.outer)
+    elif array.rows is None and index.rows is None:
+        return None
+    raise Mixes("{} reads from another row, or writes into it")
 
 
 @rule("gather", careful=True)
 def _gather(op: Op) -> Value:
-    (array, index), numbers = op.ins, op.params["dimension_numbers"]
-    places = _but(len(op.outs[0][0]), numbers.offset_dims)  # of the index's axes, in the result
-    windows = _but(len(op.shapes[0]), numbers.collapsed_slice_dims, numbers.operand_batching_dims)
-    pairs = numbers.operand_batching_dims, numbers.start_indices_batching_dims, numbers.start_index_map
-    fact = Value(zero=array.zero, why=op.spoiled)
-    if index.rows and index.rows.axis < len(places) and array.number is None:
-        if _own(op, *pairs) or (array.rows is None and index.number is None):
-            return replace(fact, rows=Rows(places[index.rows.axis], index.rows.outer))
-    elif array.rows and array.rows.axis in windows and array.rows.axis not in numbers.start_index_map:
-        if index.rows is None and array.number is None:
-            return replace(fact, rows=array.rows).moved(numbers.offset_dims[windows.index(array.rows.axis)])
-    elif array.rows is None and index.rows is None:
-        return fact
-    raise Mixes("{} reads from another row")
+    by = op.params["dimension_numbers"]
+    axes = by.offset_dims, by.collapsed_slice_dims, by.operand_batching_dims, by.start_indices_batching_dims
+    return Value(_read(op, *axes, by.start_index_map, len(op.outs[0][0])), op.zeros[0], why=op.spoiled)
 
 
 @rule("scatter-add scatter scatter-mul scatter-min scatter-max", careful=True)
 def _scatter(op: Op) -> Value:
-    (array, index, updates), numbers = op.ins, op.params["dimension_numbers"]
-    places = _but(len(op.shapes[2]), numbers.update_window_dims)  # of the index's axes, in the updates
-    windows = _but(len(op.shapes[0]), numbers.inserted_window_dims, numbers.operand_batching_dims)
-    pairs = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, numbers.scatter_dims_to_operand_dims
-    fact = Value(zero=array.zero and updates.zero, why=op.spoiled)
-    numbered = array.number is not None or updates.number is not None
-    if index.rows and updates.rows and updates.rows.axis in places and not numbered:
-        same = joined([Rows(0, index.rows.outer), Rows(0, updates.rows.outer)])
-        if same and places.index(updates.rows.axis) == index.rows.axis:
-            if _own(op, *pairs):
-                return replace(fact, rows=array.rows)
-            if array.rows is None and index.number is None and op.eqn.primitive.name == "scatter-add":
-                return replace(op.summed(updates), why=op.spoiled)  # the gradient of an embedding
-    elif index.rows is None and updates.rows and updates.rows.axis in numbers.update_window_dims and not numbered:
-        place = windows[list(numbers.update_window_dims).index(updates.rows.axis)]
-        if place not in numbers.scatter_dims_to_operand_dims:
-            return replace(fact, rows=joined([array.rows, Rows(place, updates.rows.outer)]))
-    elif not (array.rows or index.rows or updates.rows):
-        return fact
-    raise Mixes("{} writes into another row")
+    (array, _, updates), by = op.ins, op.params["dimension_numbers"]
+    axes = by.update_window_dims, by.inserted_window_dims, by.operand_batching_dims, by.scatter_indices_batching_dims
+    rows = _read(op, *axes, by.scatter_dims_to_operand_dims, len(op.shapes[2]))
+    if updates.number is not None or (rows is None) != (updates.rows is None):
+        raise Mixes("{} writes into another row")
+    both = joined([rows, updates.rows])
+    if both and array.rows is None:
+        if op.eqn.primitive.name != "scatter-add":
+            raise Mixes("{} writes several rows into one place")
+        return replace(op.summed(updates), why=op.spoiled)  # the gradient of an embedding
+    into = both and array.rows and joined([array.rows, Rows(array.rows.axis, both.outer)])
+    return Value(into, array.zero and updates.zero, why=op.spoiled)
 
 
 @rule("random_bits random_fold_in random_split random_clone")
@@ -270,13 +222,8 @@ def _random(op: Op) -> Value:
     return Value(op.rows)
 
 
-# Programs in programs.
-
-
-@rule("jit call closed_call remat2 custom_jvp_call custom_vjp_call", careful=True)
-def _call(op: Op) -> Facts:
-    key = "jaxpr" if "jaxpr" in op.params else "call_jaxpr"
-    return op.walk(op.params[key], op.twin.params[key], op.ins)
+rule("jit remat2", careful=True)(lambda op: op.walk("jaxpr", op.ins))
+rule("call closed_call custom_jvp_call custom_vjp_call", careful=True)(lambda op: op.walk("call_jaxpr", op.ins))
 
 
 @rule("scan", careful=True)
@@ -284,18 +231,16 @@ def _scan(op: Op) -> Facts:
     first, last = op.params["num_consts"], op.params["num_consts"] + op.params["num_carry"]
     if any(value.rows and value.rows.axis == 0 for value in op.ins[last:]):
         raise Mixes("{} takes its steps along the rows; jax.vmap keeps them apart")
-    steps = [value.moved(value.rows.axis - 1) if value.rows else value for value in op.ins[last:]]
-    body = op.params["jaxpr"], op.twin.params["jaxpr"]
-    carry, outs = _settled(op.ins[first:last], lambda carry: op.walk(*body, [*op.ins[:first], *carry, *steps]))
-    return [*carry, *(value.moved(value.rows.axis + 1) if value.rows else value for value in outs[last - first :])]
+    steps = [value.moved(lambda at: at - 1) for value in op.ins[last:]]
+    carry, outs = _settled(op.ins[first:last], lambda carry: op.walk("jaxpr", [*op.ins[:first], *carry, *steps]))
+    return [*carry, *(value.moved(lambda at: at + 1) for value in outs[last - first :])]
 
 
 @rule("while", careful=True)
 def _while(op: Op) -> Facts:
     first, last = op.params["cond_nconsts"], op.params["cond_nconsts"] + op.params["body_nconsts"]
-    body, test = ((op.params[key], op.twin.params[key]) for key in ("body_jaxpr", "cond_jaxpr"))
-    carry, _ = _settled(op.ins[last:], lambda carry: op.walk(*body, [*op.ins[first:last], *carry]))
-    (goes_on,) = op.walk(*test, [*op.ins[:first], *carry])
+    carry, _ = _settled(op.ins[last:], lambda carry: op.walk("body_jaxpr", [*op.ins[first:last], *carry]))
+    (goes_on,) = op.walk("cond_jaxpr", [*op.ins[:first], *carry])
     if goes_on.rows or goes_on.why:
         raise Mixes("{} goes on for as long as some row wants")
     return carry
@@ -316,5 +261,5 @@ def _cond(op: Op) -> Facts:
     which, *ins = op.ins
     if which.rows or which.why:
         raise Mixes("{} takes the branch that some row wants")
-    branches = zip(op.params["branches"], op.twin.params["branches"], strict=True)
-    return [reduce(either, found) for found in zip(*(op.walk(*branch, ins) for branch in branches), strict=True)]
+    branches = [op.walk("branches", ins, branch) for branch in range(len(op.params["branches"]))]
+    return [reduce(either, found) for found in zip(*branches, strict=True)]

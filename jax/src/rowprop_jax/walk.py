@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,76 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import summarize
 
-from rowprop_jax.facts import Mixes, Rows, Shape, Value, joined, rows_of
+Shape = tuple[int, ...]
+WHOLE = -1  # as Value.number: each element is its row's number
+
+
+class Mixes(Exception):
+    """A rule cannot show that rows stay apart; the message says where and why, ``{}`` being the operation."""
+
+    back = False  # a sum over rows goes back into rows: this tells more than what was found on its way
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where rows lie: ``shape[axis] == outer * num_rows * inner``; ``outer`` None: all are alike, any split holds."""
+
+    axis: int
+    outer: int | None = 1
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of the backward of N rows beside its twin of K: what holds if the other rows' cotangents are zero."""
+
+    rows: Rows | None = None  # of which the twin has the kept ones; None: both are the same array
+    zero: bool = False  # the rows that are not kept are zero; a value without rows is zero altogether
+    number: int | None = None  # elements are their row's number, which counts from 0 in both: all (WHOLE), or a column
+    summed: str | None = None  # an operation that summed over rows on the way here
+    why: str | None = None  # what spoils the facts, in words
+
+    def moved(self, to: Callable[[int], int]) -> Value:
+        """The same facts with the rows, if any, at another axis."""
+        number = self.number if self.number == WHOLE else None
+        return replace(self, rows=Rows(to(self.rows.axis), self.rows.outer), number=number) if self.rows else self
+
+
+def joined(layouts: Iterable[Rows | None]) -> Rows | None:
+    """The one layout that all operands share; those without rows fit every layout."""
+    found: Rows | None = None
+    for rows in filter(None, layouts):
+        if found and (rows.axis != found.axis or len({rows.outer, found.outer, None}) > 2):
+            raise Mixes("{} combines a row with another row")
+        found = rows if found is None or found.outer is None else found
+    return found
+
+
+def either(a: Value, b: Value) -> Value:
+    """What holds of both: of a loop's carry before and after a step, of a branch and another."""
+    why = a.why or b.why or (None if a.number == b.number else "a loop or a branch computes with the number of a row")
+    return Value(joined([a.rows, b.rows]), a.zero and b.zero, a.number, a.summed or b.summed, why)
+
+
+def rows_of(shape: Shape, twin: Shape, sizes: tuple[int, int]) -> Rows | None:
+    """Where the rows lie, as the shapes with N and with K rows tell; in a merged axis they count as outermost."""
+    changed = [axis for axis, (n, k) in enumerate(zip(shape, twin, strict=True)) if n != k]
+    if len(changed) > 1 or any(shape[a] % sizes[0] or shape[a] * sizes[1] != twin[a] * sizes[0] for a in changed):
+        raise Mixes(f"{{}} has the shape {shape} with {sizes[0]} rows and {twin} with {sizes[1]}, not a part per row")
+    return Rows(changed[0]) if changed else None
+
 
 Facts = list[Value]
 Rule = Callable[["Op"], "Value | Facts"]
-RULES: dict[str, Rule] = {}
-"""Primitive -> rule. What is not here is refused where a row reaches it."""
-CAREFUL = set[str]()
-"""Primitives whose rules answer by themselves for operands that hold a row's number or whose facts are spoiled."""
-SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes"}
-"""Parameters that may differ with the batch size; every other one has to be the same."""
+RULES: dict[str, Rule] = {}  # of primitives; what is not here is refused where a row reaches it
+CAREFUL = set[str]()  # their rules answer by themselves for operands that hold a row's number or have spoiled facts
+SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes"}  # the parameters that may differ with N
 
 
 def rule(names: str, *, careful: bool = False) -> Callable[[Rule], Rule]:
-    """Enter a rule for these primitives, separated by blanks; ``careful`` ones are in :data:`CAREFUL`."""
+    """Enter a rule for these primitives, separated by blanks."""
 
     def enter(function: Rule) -> Rule:
-        if doubled := RULES.keys() & names.split():
-            raise ValueError(f"{doubled} have a rule already.")
+        assert not RULES.keys() & names.split()
         RULES.update(dict.fromkeys(names.split(), function))
         CAREFUL.update(names.split() if careful else ())
         return function
@@ -44,8 +96,9 @@ class Op:
         self.eqn, self.twin, self.ins, self.sizes = eqn, twin, ins, sizes
         self.params: dict[str, Any] = eqn.params
         self.shapes: list[Shape] = [var.aval.shape for var in eqn.invars]  # of operands, with N rows
-        shapes = [[var.aval.shape for var in side.outvars] for side in (eqn, twin)]
-        self.outs: list[tuple[Shape, Shape]] = list(zip(*shapes, strict=True))  # of results, with N rows and with K
+        self.outs: list[tuple[Shape, Shape]] = [  # of results, with N rows and with K
+            (n.aval.shape, k.aval.shape) for n, k in zip(eqn.outvars, twin.outvars, strict=True)
+        ]
         self.zeros = [value.zero for value in ins]
         self.spoiled = next((value.why for value in ins if value.why), None)
         # The line of the user's program; the caller's where a library's function has none of its own.
@@ -59,8 +112,12 @@ class Op:
         """The layout that all operands share."""
         return joined(value.rows for value in self.ins)
 
+    def along(self, axes: Iterable[int]) -> bool:
+        """Whether one of these axes is the rows'."""
+        return bool(self.rows and self.rows.axis in axes)
+
     def summed(self, *values: Value) -> Value:
-        """The sum over rows of a product of these: the same in both backwards if the terms of other rows are zero."""
+        """The sum over rows of a product of these: the same in both backwards if other rows add zeros."""
         if any(value.zero for value in values):
             return Value(summed=self.name)
         mixes = Mixes("{} sums over all rows, of which those that are not kept are not zero")
@@ -69,17 +126,14 @@ class Op:
             mixes.back = True
         raise mixes
 
-    def walk(self, program: Any, twin: Any, ins: Facts) -> Facts:
+    def walk(self, key: str, ins: Facts, branch: int | None = None) -> Facts:
         """Facts of the results of a program that a parameter holds, and its twin's."""
-        return walk(program, twin, ins, self.sizes, self.place)
+        n, k = (eqn.params[key] if branch is None else eqn.params[key][branch] for eqn in (self.eqn, self.twin))
+        return walk(n, k, ins, self.sizes, self.place)
 
 
 def walk(program: Any, twin: Any, ins: Sequence[Value], sizes: tuple[int, int], caller: str = "its end") -> Facts:
-    """Facts of the results of ``program``, a jaxpr of N rows, from those of its arguments; ``twin`` has K rows.
-
-    ``sizes`` is ``(N, K)``, ``caller`` the line that calls the program. Raises Mixes where the two are not the same
-    program but for sizes.
-    """
+    """Facts of the results of a program of N rows, from those of its arguments; ``twin`` is the same of K rows."""
     jaxpr, other = (traced.jaxpr if isinstance(traced, ClosedJaxpr) else traced for traced in (program, twin))
     facts = dict(zip(jaxpr.invars, ins, strict=True))
     twins = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*other.invars, *other.constvars], strict=True))
@@ -96,16 +150,13 @@ def walk(program: Any, twin: Any, ins: Sequence[Value], sizes: tuple[int, int], 
 
     for n, k in zip_longest(jaxpr.eqns, other.eqns):
         name = Op(n or k, n or k, [], sizes, caller).name
-        if not n or not k or n.primitive is not k.primitive or _arity(n) != _arity(k):
+        kinds = {(eqn.primitive.name, len(eqn.invars), len(eqn.outvars)) for eqn in (n, k) if eqn}
+        if not n or not k or len(kinds) > 1:
             raise Mixes(f"losses_fn is another program with {sizes[0]} rows than with {sizes[1]}, from {name} on")
         op = Op(n, k, [read(*pair, name) for pair in zip(n.invars, k.invars, strict=True)], sizes, caller)
         facts.update(zip(n.outvars, _results(op), strict=True))
         twins.update(zip(n.outvars, k.outvars, strict=True))
     return [read(n, k, caller) for n, k in zip(jaxpr.outvars, other.outvars, strict=True)]
-
-
-def _arity(eqn: Any) -> tuple[int, int]:
-    return len(eqn.invars), len(eqn.outvars)
 
 
 def _results(op: Op) -> Facts:
@@ -116,7 +167,7 @@ def _results(op: Op) -> Facts:
     except Mixes as mixes:
         found, careful = [Value()] * len(op.outs), False
         spoiled = str(mixes).format(op.name) if mixes.back or not spoiled else spoiled
-    summed, results = next(filter(None, (value.summed for value in op.ins)), None), list[Value]()
+    summed, results = next((value.summed for value in op.ins if value.summed), None), list[Value]()
     for value, shapes in zip(found, op.outs, strict=True):
         why, rows = value.why if careful else spoiled or (op.counts if value.number is None else None), None
         try:
