@@ -24,7 +24,7 @@ from rowprop.engines import Masked, Recompute
 from rowprop.step.selective import SelectiveBackprop
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-OVERHEAD = json.loads((RESULTS / "2026-11-21-overhead-cpu-1-threads.json").read_text())
+OVERHEAD = json.loads((RESULTS / "2026-11-26-overhead-cpu-1-threads.json").read_text())
 WORTH = json.loads((RESULTS / "2026-11-22-thin-worth-cpu-1-threads.json").read_text())
 
 
