@@ -76,7 +76,7 @@ def test_the_code_of_the_docs_runs_on_two_ranks(tmp_path: Path):
     through = f"open({str(tmp_path)!r} + f'/{{dist.get_rank()}}', 'x')\ndist.barrier()\n"
     script = tmp_path / "train.py"
     script.write_text(code.replace(end, "") + through + end)
-    done = run(WORKER, "scripts", script)
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
     assert all((tmp_path / str(rank)).exists() for rank in range(2)), done.stderr
     kept = re.search(r"kept \((\d+), (\d+)\)", done.stdout)
     assert kept is not None

@@ -12,9 +12,7 @@ import json
 import math
 import multiprocessing
 import os
-import runpy
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -988,33 +986,12 @@ def world_of(size: int, timeout_s: int, work: Callable[[], None]) -> int:
         return ranks[0].exitcode
 
 
-def as_from_torchrun(rank: int, port: int, script: str) -> None:
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in world.items()})
-    runpy.run_path(script, run_name="__main__")
-
-
-def two_ranks_of(script: str) -> None:
-    """Run a script as ``torchrun --nproc-per-node 2`` does; forks import nothing anew."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=as_from_torchrun, args=(rank, port, script)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-
-
-if __name__ == "__main__":  # alone CAUSE... | checks FOLDER | gpu FOLDER | scripts SCRIPT...
+if __name__ == "__main__":  # alone CAUSE... | checks FOLDER | gpu FOLDER
     import torch._dynamo  # once for all ranks
 
     torch.set_num_threads(1)
     kind, *arguments = sys.argv[1:]
-    if kind == "scripts":
-        for script in arguments:
-            two_ranks_of(script)
-    elif kind == "alone":
+    if kind == "alone":
         for cause in arguments:
             code = world_of(2, 10 if cause == "dies" else 3, partial(left_alone, cause))
             sys.stderr.write(f"exit code {code}\n")

@@ -353,7 +353,7 @@ def test_a_killed_training_ends_as_if_it_had_not_been(kind: type[Training], work
         assert [step[0] for step in whole.trace][: len(first)] == first and 0 < len(first) < len(batches)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(
     num_rows=st.integers(20, 40),
     size=st.integers(1, 4),
