@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import rowprop
 from picks import ROWS, Take, as_indexed, gradients, indexed, passing
 from rowprop.backprop import backward, foreign, sliced
+from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rows import RowSet
 
 N = 16
 
@@ -55,6 +58,18 @@ def indexed_by_a_list(x: Tensor) -> tuple[Tensor, list[Tensor]]:
     leaf, (first, second) = nn.Parameter(x), torch.randint(5, (2, N, 2))
     every = torch.arange(N)[:, None]
     return (leaf * 2)[every, first].sum(1) + (leaf * 3)[every, second].sum(1), [leaf]
+
+
+def test_no_more_than_the_last_two_gathers_hold_memory():
+    # Red where what was gathered earlier is held until the backward's end, with the activations it was taken from.
+    rows, layout = RowSet(torch.tensor([0, 2]), N, unique=True, batchnorm=None), Layout(0, N)
+    held = []
+    for _ in range(4):
+        tensor = torch.randn(N, 3)
+        sliced.gather(tensor, rows, layout)
+        held.append(weakref.ref(tensor))
+        del tensor
+    assert [source() is not None for source in held] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("refill", [of_numpy, of_data])

@@ -194,9 +194,9 @@ def wrap(value: Any) -> Any:
     return value
 
 
-def _outcome(op: Op | None, flat: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _outcome(op: Any, flat: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What an op's rule makes of the gradients' operands."""
-    rule = RULES.get(cast(Op, op))
+    rule = RULES.get(op)
     if rule is None:
         return Densify(NO_RULE)
     if flat:
@@ -213,7 +213,7 @@ def _outcome(op: Op | None, flat: bool, args: Sequence[Any], kwargs: dict[str, A
                 except NeedsAllRows as reason:
                     return Densify(str(reason))
     inner = [unwrap(a) if type(a) in _WRAPPERS else a for a in args]
-    return apply_rule(rule, cast(Op, op), inner, {k: unwrap(v) for k, v in kwargs.items()})
+    return apply_rule(rule, op, inner, {k: unwrap(v) for k, v in kwargs.items()})
 
 
 def _viewed(op: Op, outcome: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -224,9 +224,7 @@ def _viewed(op: Op, outcome: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     apart = copying and (type(outcome) is not RowSlice or outcome.rows is not viewed.rows)
     if apart and _become_whole(args[0]):
         outcome = _outcome(op, False, args, kwargs)
-    if type(outcome) is RowSlice or type(outcome) is Densify or not _is_dense_part(outcome, args[0]):
-        return outcome
-    if node_name() in _READERS:
+    if type(outcome) is RowSlice or not _is_dense_part(outcome, args[0]) or node_name() in _READERS:
         return outcome
     return Densify("a part of the gradient that has no more rows than are kept may be written to")
 

@@ -98,7 +98,7 @@ class RowSet:
         self.hook: Hook | None = None
         self.attention = attention
         self.marked = False  # see copying
-        self.recent: dict[int, tuple[Tensor, Any, Tensor]] = {}  # the last two gathers, by the memory of their sources
+        self.recent: dict[Any, tuple[Tensor, Any, Tensor]] = {}  # the last two gathers, by the places of their sources
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
         # Where the device has streams: those that gradients of these rows were used on, once there are several.
         self.streams: list[Any] | None = [] if has_streams(index.device) else None

@@ -39,9 +39,6 @@ class RowSlice:
         """A sliced result of the same rows; its full shape follows from the shape of the values."""
         layout = self.layout if layout is None else layout
         shape = list(values.shape)  # sizes are not compared: a graph for any size would hold for equal sizes alone
-        if not layout.minor:
-            shape[layout.dim] = layout.outer * layout.num_rows * layout.inner
-            return RowSlice(values, self.rows, layout, shape)
         shape[layout.dim] = layout.size
         for part in layout.minor:
             shape[part.dim] = layout.size if part.dim == layout.dim else shape[part.dim] * part.size
@@ -304,21 +301,21 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     parts = rows.indices(layout.sizes) if layout.minor else ()
     if type(tensor) is not Tensor or tensor.is_meta:  # it has no memory of its own to be recognised by
         return gather_plain(tensor, rows.index, layout, parts)
-    memory, recent = tensor.data_ptr(), rows.recent
+    recent, key = rows.recent, (tensor.untyped_storage()._cdata, tensor.storage_offset())  # pyright: ignore
     about = tensor._version, layout, rows.stream  # pyright: ignore[reportPrivateUsage]
-    if memory in recent:  # while a source lives, no other tensor has its memory
-        source, told, result = recent[memory]
-        if source.data_ptr() == memory and told == about and _entries(source) == _entries(tensor) and not unpacks():
+    if key in recent:  # while a source lives, no other storage has its address
+        source, told, result = recent[key]
+        if told == about and _entries(source) == _entries(tensor) and not unpacks():
             return result
     elif len(recent) > 1:
         del recent[next(iter(recent))]
     result = gather_plain(tensor, rows.index, layout, parts)
-    recent[memory] = tensor, about, result
+    recent[key] = tensor, about, result
     return result
 
 
 def _entries(tensor: Tensor) -> tuple[Any, ...]:
-    """Which entries of its memory a tensor has, and how it reads them."""
+    """Which entries of its storage a tensor has, from its first one on, and how it reads them."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
