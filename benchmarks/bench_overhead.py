@@ -95,7 +95,7 @@ class Emptied(torch.autograd.Function):
         return Empty.of(grad.contiguous(), len(grad))
 
 
-def floor(model: nn.Module, batch: Batch, rows: Tensor | None = None) -> Tensor:
+def floor(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
     """The plain step's loss, with a backward that is called from Python."""
     return Emptied.apply(row_losses(model, batch)).mean()
 
