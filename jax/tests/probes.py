@@ -171,6 +171,10 @@ PROBES = {
         lambda w, b: with_backward(lambda x, g: jnp.exp(g))(hidden(w, b[0])).sum(1),
         "sums over all",
     ),
+    "gradient of one's own, in order": (
+        lambda w, b: with_backward(lambda x, g: jnp.sort(g, 0))(hidden(w, b[0])).sum(1),
+        "along the axis",
+    ),
     "gradient of one's own, to a power": (
         lambda w, b: with_backward(lambda x, g: jnp.tanh(jax.lax.integer_pow(g, -2)))(hidden(w, b[0])).sum(1),
         "sums over all",
