@@ -109,14 +109,8 @@ def audit(session: nox.Session) -> None:
 
     Before, the tests of compiled models and of torch's own samples take all of them, of which they take some elsewhere.
     """
-    session.run(
-        sys.executable,
-        "-m",
-        "pytest",
-        *ALL_CORES,
-        *files("compiled opinfo"),
-        env=ONE_THREAD | {"ROWPROP_THOROUGH": "1"},
-    )
+    thorough = ONE_THREAD | {"ROWPROP_THOROUGH": "1"}
+    session.run(sys.executable, "-m", "pytest", *ALL_CORES, *files("compiled opinfo"), env=thorough)
     session.run(sys.executable, "tools/audit.py")
     session.run(sys.executable, "tools/programs.py", "20000")
 
