@@ -17,9 +17,10 @@ from cuda_kernels import KERNELS
 from experts import EXPERTS, ROUTINGS, WIDTH
 from picks import Take, as_indexed, indexed
 from rowprop import host
+from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.registry import RULES, op_name, rule
-from rowprop.backprop.sliced import NO_RULE
+from rowprop.backprop.sliced import NO_RULE, RowSlice
 from rule_cases import CASES, DIRECT, N, aux, call_direct, ints, param, randn, run, sliced
 
 aten = torch.ops.aten
@@ -392,6 +393,16 @@ def test_beside_a_sparse_tensor_the_gradient_is_dense_and_equal(name: str):
     step = summed_gradient(w, lambda take: [take(f((x @ w).tanh()).square().sum(1), TWO)])
     report = as_indexed(step, rtol=1.3e-6, atol=1e-5)
     assert {op: entry.reason for op, entry in report.densified.items()} == densified
+
+
+def test_a_rule_is_handed_no_wrapped_gradient(monkeypatch: pytest.MonkeyPatch):
+    # Red where a list beside a gradient is not looked into.
+    g, seen = sliced(aux(2, 3), [1, 4]), []
+    listed = RowGrad(RowSlice(ints(3, 2), g.sliced.rows, Layout(0, N), (N,)))
+    monkeypatch.setattr(RULES[aten.index.Tensor], "run", lambda op, g, indices: seen.extend([g, *indices]) or g)
+    with torch._C.DisableTorchFunctionSubclass():
+        aten.index.Tensor(g, [listed])
+    assert [type(operand) for operand in seen] == [RowSlice, RowSlice]
 
 
 MALFORMED = ["mm.", "no such", "mm.a.b", "", 3, "aten.mm.default", "a-b"]
