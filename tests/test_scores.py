@@ -254,6 +254,7 @@ REFUSED = [
     (lambda: Downscaled("loss"), "Downscaled got function='loss', a str, but a function was needed that takes the"),
     (lambda: Downscaled(class_losses, "half"), "scale='half' but a fraction in (0, 1) was needed"),
     (lambda: Downscaled(class_losses)(mlp(), BATCH), "without a floating tensor of shape"),
+    (lambda: Downscaled(class_losses)(mlp(), (torch.zeros(4, 3, 0, 8),)), "without a floating tensor of shape"),
     (lambda: score_without_graph("loss", mlp(), BATCH), "got function='loss', a str, but a function of the model and"),
     (lambda: score_without_graph(class_losses, mlp(), BATCH, mode="test"), "mode='test' but one of train, eval was"),
     (lambda: ReducibleLoss(TopK(0.5), OTHER.to("meta")), "ReducibleLoss got irreducible on the device meta"),

@@ -729,6 +729,7 @@ NO_STATES = [
     (PercentileSampling, {"recent": torch.arange(3)}, "dtype torch.int64 but floating scores without NaN"),
     (PercentileSampling, {"recent": torch.zeros(2, 2)}, "shape (2, 2) and dtype torch.float32 but floating"),
     (PercentileSampling, {"recent": torch.zeros(1025)}, "at most recent=1024"),
+    (PercentileSampling, {"recent": torch.zeros(3, device="meta")}, "got recent on the device meta"),
     (partial(ImportanceSampling, 0.5), {"tau": "a"}, "got tau='a' but a number of at least 0 was needed"),
     (partial(ImportanceSampling, 0.5), {"tau": NAN}, "got tau=nan but a number of at least 0 was needed"),
     (partial(ImportanceSampling, 0.5), 5, "got 5, a int, but the mapping of state_dict"),
