@@ -254,7 +254,14 @@ REFUSED = [
     (lambda: Downscaled("loss"), "Downscaled got function='loss', a str, but a function was needed that takes the"),
     (lambda: Downscaled(class_losses, "half"), "scale='half' but a fraction in (0, 1) was needed"),
     (lambda: Downscaled(class_losses)(mlp(), BATCH), "without a floating tensor of shape"),
-    (lambda: Downscaled(class_losses)(mlp(), (torch.zeros(4, 3, 0, 8),)), "without a floating tensor of shape"),
+    *[
+        (lambda image=image: Downscaled(class_losses)(mlp(), (image,)), "without a floating tensor of shape")
+        for image in (torch.zeros(4, 3, 0, 8), torch.zeros(4, 3, 8, 8).to_sparse())
+    ],
+    (
+        lambda: rowprop.SelectiveBackprop(mlp(), lambda *_: torch.ones(16).to_sparse(), TopK(0.5))(BATCH),
+        "losses_fn returned a tensor of shape (16,) and dtype torch.float32 that is sparse but ... call to_dense()",
+    ),
     (lambda: score_without_graph("loss", mlp(), BATCH), "got function='loss', a str, but a function of the model and"),
     (lambda: score_without_graph(class_losses, mlp(), BATCH, mode="test"), "mode='test' but one of train, eval was"),
     (lambda: ReducibleLoss(TopK(0.5), OTHER.to("meta")), "ReducibleLoss got irreducible on the device meta"),

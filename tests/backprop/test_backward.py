@@ -60,6 +60,16 @@ def indexed_by_a_list(x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return (leaf * 2)[every, first].sum(1) + (leaf * 3)[every, second].sum(1), [leaf]
 
 
+def test_a_leaf_that_rows_are_picked_of_is_handed_a_plain_gradient():
+    # Red where the pick's own node hands its leaf the sliced one: a hook on the leaf's node would see it.
+    leaf, seen = torch.ones(N, requires_grad=True), []
+    losses = rowprop.pick(leaf, [0, 2])
+    losses.grad_fn.next_functions[0][0].register_prehook(lambda grads: seen.extend(map(type, grads)))
+    losses.sum().backward()
+    assert seen == [Tensor]
+    assert leaf.grad.tolist() == [1.0, 0.0, 1.0] + [0.0] * (N - 3)
+
+
 def test_no_more_than_the_last_two_gathers_hold_memory():
     # Red where what was gathered earlier is held until the backward's end, with the activations it was taken from.
     rows, layout = RowSet(torch.tensor([0, 2]), N, unique=True, batchnorm=None), Layout(0, N)
