@@ -118,6 +118,24 @@ def test_all_rows_are_the_untouched_loop():
     check_equal(plain, selective)
 
 
+def test_one_line_skips_the_rows_without_a_gradient():
+    # Against the same loop without the line. Red when: accelerate's wrapper or its backward loses the module's hook.
+    def trained(skips: bool) -> tuple[nn.Module, int]:
+        loop = Loop(None)
+        if skips:
+            rowprop.skip_zeros(loop.model)
+        with rowprop.cost.count_flops() as flops:
+            for batch in loop.loader:
+                loop.accelerator.backward((losses_of(loop.model, batch) - 1.4).relu().mean())
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+        return loop.accelerator.unwrap_model(loop.model), flops.total_flops
+
+    (plain, all_flops), (ours, flops) = trained(False), trained(True)
+    check_same(ours, plain)
+    assert flops < 0.9 * all_flops
+
+
 def train_on_a_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     loop = Loop(rowprop.selection.AboveMean(), engine="sliced")
