@@ -21,7 +21,7 @@ class Backward:
     def __init__(self) -> None:
         self.around: int | None = None  # the number of the backward whose checkpoint runs this one
         self.lock = RLock()  # held while the graph is prepared: autograd works with a thread for each device
-        self.nodes: set[Any] = set()  # prepared for sliced gradients, with all that lies upstream of them
+        self.nodes: set[Any] = {None}  # prepared for sliced gradients, with all that lies upstream; None: no node
         self.plain: set[Any] = set()  # nodes with dense gradients: leaves with hooks, and what the caller gets
         self.hooked: set[Any] = set()  # the leaves with hooks among these
         self.dense: set[tuple[Any, int]] = set()  # nodes that hand on a dense gradient, and the place of that gradient

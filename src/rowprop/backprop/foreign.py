@@ -7,7 +7,7 @@ one. The exception is a function with a rule, which says how the function acts o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -112,7 +112,6 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
 def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Callable[[], Any]]:
     """Prepare the nodes that are not prepared yet; returns functions that undo it."""
     nodes = upstream(start, held.nodes)
-    held.nodes.update(nodes)
     undo = _step_aside()
     leaves: list[Any] = []
     for node in nodes:
@@ -169,17 +168,17 @@ def _rows_of(value: Any) -> RowSet | None:
     return inner.rows if type(inner) is RowSlice else None
 
 
-def upstream(start: Any, known: Collection[Any] = ()) -> list[Any]:
-    """The node and all that its gradient goes on to, each once; what is known is known with all upstream of it."""
+def upstream(start: Any, known: set[Any] | None = None) -> list[Any]:
+    """The node and all that its gradient goes on to, each once; they join what is known, with all upstream of it."""
     nodes: list[Any] = [start]
-    found = {start, None}
+    known = {None} if known is None else known
+    known.add(start)
     for node in nodes:
-        if node.__class__ is AccumulateGrad:
-            continue
-        for edge, _ in node.next_functions:
-            if edge not in found and edge not in known:
-                found.add(edge)
-                nodes.append(edge)
+        if node.__class__ is not AccumulateGrad:
+            for edge, _ in node.next_functions:
+                if edge not in known:
+                    known.add(edge)
+                    nodes.append(edge)
     return nodes
 
 
@@ -247,18 +246,24 @@ def _returned(nodes: list[Any], leaves: list[Any], held: Backward) -> set[Any]:
     """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``."""
     # One that also flows on cannot be told from others: it stays sliced, and acts as a plain tensor.
     found: set[Any] = set()
+    is_run: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore[reportPrivateUsage]
 
     def runs(node: Any) -> bool:
         try:
-            return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportPrivateUsage]
+            return is_run(node)
         except RuntimeError:  # the answer for a leaf whose gradient is returned
             found.add(node)
             return False
 
-    if not all([runs(leaf) for leaf in leaves]):
-        held.limited = True
+    if not held.limited:
+        try:
+            held.limited = not all(map(is_run, leaves))
+        except RuntimeError:
+            held.limited = True
     if not held.limited:
         return found
+    for leaf in leaves:
+        runs(leaf)
     active = {node for node in nodes if node.__class__ is not AccumulateGrad and runs(node)} | found
 
     def goes_on(node: Any) -> bool:

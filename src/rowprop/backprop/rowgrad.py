@@ -39,10 +39,10 @@ class RowGrad(Tensor):
     def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
         """Wrap ``sliced``."""
         source: Any = sliced.values if type(sliced) is RowSlice else sliced
-        shape, format, strides = sliced.shape, sliced.memory_format, None
-        if format is not None:  # the strides of the dense gradient follow from it
-            strides = torch.empty(shape, device="meta", memory_format=format).stride()
-        self = _make(cls, shape, strides=strides, dtype=source.dtype, device=source.device)
+        strides = None
+        if sliced.memory_format is not None:  # the strides of the dense gradient follow from it
+            strides = torch.empty(sliced.shape, device="meta", memory_format=sliced.memory_format).stride()
+        self = _make(cls, sliced.shape, strides=strides, dtype=source.dtype, device=source.device)
         self.sliced = sliced
         if sliced.rows.streams is not None:
             self.made = sliced.rows, sliced.rows.stream
@@ -105,13 +105,16 @@ class RowGrad(Tensor):
         if writes and type(args[0]) is RowGrad:
             return _in_place(func if args[0].full is not None else functional, func, name, args, kwargs)
         outcome = _outcome(func, flat, args, kwargs)
-        if views:
+        if views and (type(outcome) is not RowSlice or outcome.rows is not args[0].sliced.rows):
             outcome = _viewed(func, outcome, args, kwargs)
-        if type(outcome) is Densify:
+        if type(outcome) is RowSlice:
+            out = RowGrad(outcome)
+        elif type(outcome) is Densify:
             _tell_densified(name, outcome, args, kwargs)
             return wrap(outcome.after(func(*map_leaves(args, plain), **map_leaves(kwargs, plain))))
+        else:
+            out = wrap(outcome)
         note("sliced", name)
-        out = RowGrad(outcome) if type(outcome) is RowSlice else wrap(outcome)
         if views:
             _link(out, args[0], func, args[1:], kwargs)
         return out
