@@ -122,7 +122,7 @@ def tokens() -> list[str]:
         "of the losses: random tokens; very different numbers in each sequence, none in some; answers behind prompts",
         "of different lengths.",
         "",
-        "* *error*: against `losses[mask]`, with exact attention.",
+        "* *float32*, *float64*: the error against `losses[mask]`, with exact attention.",
         "* *over reachable*: FLOPs over those of the part of the backward that the kept tokens' gradient can reach,",
         "  computed from the sizes of the modules: the head and the last layer at kept tokens; the last layer's keys",
         "  and values, and all layers below, at all tokens of the sequences that keep one.",
@@ -133,7 +133,7 @@ def tokens() -> list[str]:
         "Where no error for float64 stands, parts of the model run in float32 whatever the dtype, or an op has no",
         "kernel for float64. The oracle of cut attention does not reach BLOOM's own.",
         "",
-        f"| model | error, float32 | error, float64 | over reachable | {cut} | segments |",
+        f"| model | float32 | float64 | over reachable | {cut} | segments |",
         "|---|---|---|---|---|---|---|",
         *[decoder_line(decoder) for decoder in DECODERS],
     ]
