@@ -103,6 +103,16 @@ def test_a_page_fits_the_screen_and_nothing_complains(page: str, width: int, bro
     assert browser.execute_script(drawn)
 
 
+def test_every_table_shows_all_its_columns(browser):
+    # Red with `td { min-width: 6.5em }` in site.css.
+    wide = "return [...document.querySelectorAll('.table-wrapper')].some(e => e.scrollWidth > e.clientWidth + 1)"
+    cut = set()
+    for page in sorted(SITE.glob("docs/*.html")):
+        shown(browser, page, 1280)
+        cut |= {page.stem} if browser.execute_script(wide) else set()
+    assert cut == set()
+
+
 def test_a_first_saving_stands_on_one_screen(browser):
     # Red with eight more lines in a script.
     shown(browser, SITE / "docs/start.html", 1280)
