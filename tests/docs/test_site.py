@@ -116,11 +116,9 @@ def test_every_table_shows_all_its_columns(browser):
 def test_the_contents_of_a_page_stand_beside_it(browser):
     # Red without the rule for 80em in site.css.
     shown(browser, SITE / "docs/faq.html", 1280)
-    edge = "return document.querySelector(arguments[0]).getBoundingClientRect()[arguments[1]]"
-    text, left, right = (
-        browser.execute_script(edge, *of) for of in (("article", "right"), (".toc-tree", "left"), (".toc-tree", "right"))
-    )
-    assert text < left < right <= 1280
+    edges = "return ['article', '.toc-tree'].map(e => document.querySelector(e).getBoundingClientRect().toJSON())"
+    text, contents = browser.execute_script(edges)
+    assert text["right"] < contents["left"] < contents["right"] <= 1280
 
 
 def test_a_first_saving_stands_on_one_screen(browser):
