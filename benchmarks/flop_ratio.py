@@ -197,9 +197,8 @@ ResNets. The optimizer's update shows at small batches alone.**
 [What's the backward-forward FLOP ratio](https://epochai.org/blog/backward-forward-FLOP-ratio) (Hobbhahn and Sevilla)
 answers "between 1:1 and 3:1, most often close to 2:1", from a profiler that counts some ops twice and others not at
 all. Here each claim is counted from the ops that really run ([how](flops.md)); `nox -s flop-ratio` writes this page,
-and first checks that each count of its four networks equals the closed formula, to the last FLOP. 1 multiply-add is
-2 FLOPs; products and convolutions alone are counted, unless a table says otherwise. "With update" adds plain
-SGD's 2 FLOPs per parameter to the backward, as the original does.
+and first checks its four networks by the closed formula, to the last FLOP. A multiply-add is 2 FLOPs; products and
+convolutions alone are counted. "With update" adds plain SGD's 2 FLOPs per parameter to the backward.
 
 ## The first layer 1:1, later layers 2:1
 
@@ -216,7 +215,7 @@ scores again in the backward, 5 products for 2 in the forward.
 **Confirmed.** With every addition, comparison and exponential counted, forward and backward at batch 64, elementwise
 work is {min(shares.values()):.3f} to {max(shares.values()):.3f} % of all. The most is ResNet-50's, for its BatchNorm:
 the ratio there is {ratio_of_all(all_of_it["ResNet-50"], found["light"]["ResNet-50"]):.4f} instead of
-{all_of_it["ResNet-50"].ratio:.4f}. Its *time* is another matter.
+{all_of_it["ResNet-50"].ratio:.4f}.
 
 ## Linear layers update as much as they compute, convolutions do not
 
@@ -246,8 +245,8 @@ and cost no product in the forward. With [other optimizers](#other-optimizers) n
 
 ## The ResNet family
 
-The original sees ratios away from 2 and suspects its profiler. **Settled:** they are below 2 by exactly the first
-layer's share, whatever the batch:
+The original suspects its profiler. **Settled:** the ratios are below 2 by exactly the first layer's share, whatever
+the batch:
 
 {resnets}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from itertools import groupby
 
 import torch
 
@@ -16,19 +17,28 @@ PACKAGES = ("torch", "torchvision", "timm", "transformers")
 
 
 def line(entry: Entry) -> tuple[str, float]:
-    """One model's line of the table, and its ratio."""
+    """One model's line of its package's table, with why it is not sliced where it is not, and its ratio."""
     entry = frozen_entry(entry)
     full, part = masked(entry, torch.float32), sliced(entry, torch.float32)
     ratio = part.flops.total_flops / full.flops.total_flops
     double = ""
     if SINGLE.get(entry.name) != "only":
         double = worst(errors(masked(entry, torch.float64), sliced(entry, torch.float64)))
-    names = ", ".join(f"`{name}`" for name in entry.densifies)
-    reasons = "; ".join(part.report.densified[name].reason for name in entry.densifies)
+    reasons = [f"`{name}`: {part.report.densified[name].reason}" for name in entry.densifies]
     if entry.share > 1:
-        reasons = "the fused LSTM's forward runs again on the kept rows"
-    cells = [entry.kind, entry.name, worst(errors(full, part)), double, f"{ratio:.3f}", names, reasons]
+        reasons = ["the fused LSTM's forward runs again on the kept rows"]
+    cells = [f"{entry.name} ({'; '.join(reasons)})" if reasons else entry.name]
+    cells += [worst(errors(full, part)), double, f"{ratio:.3f}"]
     return f"| {' | '.join(cells)} |", ratio
+
+
+def tables(lines: list[str]) -> list[str]:
+    """The lines of all models, a table for each package."""
+    found: list[str] = []
+    for package, part in groupby(zip(ENTRIES, lines, strict=True), lambda pair: pair[0].kind):
+        found += [f"## {package}", "", "| model | error, float32 | error, float64 | FLOPs |", "|---|---|---|---|"]
+        found += [*(text for _, text in part), ""]
+    return found
 
 
 def worst(errors: dict[str, float]) -> str:
@@ -47,13 +57,12 @@ def decoder_line(decoder: Decoder) -> str:
         error = largest(decoders.detached(decoder, torch.float32, kept), cut)
         found.append((*(largest(*pair) for pair in exact), over, error, share))
     single, *double, over, error, share = (max(column) for column in zip(*found, strict=True))
-    name = f"{decoder.name}, {decoder.experts} experts" if decoder.experts else decoder.name
     doubles = "" if decoder.single else f"{double[0]:.0e}"
-    cells = [name, decoder.attention, f"{single:.0e}", doubles, f"{over:.2f}"]
+    cells = [decoder.id, f"{single:.0e}", doubles, f"{over:.2f}"]
     if decoder.interface:
         segments = max(segments_share(decoder, way) for way in decoder.packed)
         cells += [f"{error:.0e}", f"{share:.2f}", f"{segments:.2f}"]
-    return f"| {' | '.join([*cells, *[''] * (8 - len(cells))])} |"
+    return f"| {' | '.join([*cells, *[''] * (7 - len(cells))])} |"
 
 
 def segments_share(decoder: Decoder, way: str) -> float:
@@ -79,6 +88,9 @@ def page() -> str:
         [
             "# Model families",
             "",
+            f"**At most {LIMIT:.2f} of the FLOPs: {sum(within[:images])} of {images} models from torchvision and timm,",
+            f"{sum(within[images:])} of {len(TRANSFORMERS)} from transformers.** A model above that names its reason.",
+            "",
             f"Written by `nox -s families -- --page` with {versions}, on the CPU.",
             "",
             "The models are tiny configurations with random weights and with BatchNorm on running statistics.",
@@ -87,16 +99,10 @@ def page() -> str:
             "largest). *FLOPs* are the FLOPs of the backward that really ran, over those of the full backward. Models",
             'with BatchNorm are tested in training mode as well, with `batchnorm="exact"`.',
             f"Parts of {single} run in float32 whatever the dtype.",
-            "`nox -s torchvision` prints a table of torchvision's own models at their own width and depth.",
+            "`nox -s torchvision` tries torchvision's own models at their own width and depth",
+            "([errors and FLOPs](../benchmarks/results/2026-11-25-torchvision-cpu.md)).",
             "",
-            f"At most {LIMIT:.2f} of the FLOPs: {sum(within[:images])} of {images} models from torchvision and timm,",
-            f"{sum(within[images:])} of {len(TRANSFORMERS)} from transformers. A model that is not",
-            "sliced names its reason.",
-            "",
-            "| package | model | error, float32 | error, float64 | FLOPs | densifies at | because |",
-            "|---|---|---|---|---|---|---|",
-            *[text for text, _ in lines],
-            "",
+            *tables([text for text, _ in lines]),
             *tokens(),
             "",
         ]
@@ -116,7 +122,7 @@ def tokens() -> list[str]:
         "of the losses: random tokens; very different numbers in each sequence, none in some; answers behind prompts",
         "of different lengths.",
         "",
-        "* *error*: against `losses[mask]`, with exact attention.",
+        "* *float32*, *float64*: the error against `losses[mask]`, with exact attention.",
         "* *over reachable*: FLOPs over those of the part of the backward that the kept tokens' gradient can reach,",
         "  computed from the sizes of the modules: the head and the last layer at kept tokens; the last layer's keys",
         "  and values, and all layers below, at all tokens of the sequences that keep one.",
@@ -127,8 +133,8 @@ def tokens() -> list[str]:
         "Where no error for float64 stands, parts of the model run in float32 whatever the dtype, or an op has no",
         "kernel for float64. The oracle of cut attention does not reach BLOOM's own.",
         "",
-        f"| model | attention | error, float32 | error, float64 | over reachable | {cut} | segments |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| model | float32 | float64 | over reachable | {cut} | segments |",
+        "|---|---|---|---|---|---|---|",
         *[decoder_line(decoder) for decoder in DECODERS],
     ]
 

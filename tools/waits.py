@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -322,29 +321,23 @@ def tables(found: dict[str, Any]) -> str:
     scorers = {f"`{name}`": seen for name, seen in found["scorers"].items()}
     parts = {"selector": _alike(first), "scorer, with `recompute`": _alike(scorers), "part": found["parts"]}
     for head, rows in parts.items():
-        lines += ["", f"| {head} | waits | in |", "|---|---|---|"]
-        lines += [f"| {name} | {counted(seen)} | {places(seen)} |" for name, seen in rows.items()]
+        lines += ["", f"| {head} | waits |", "|---|---|"]
+        lines += [f"| {name} | {counted(seen)} |" for name, seen in rows.items()]
     return "\n".join(lines) + "\n"
 
 
 def _alike(rows: dict[str, Seen]) -> dict[str, Seen]:
-    """Rows with the same waits in one, the ones without any first."""
-    names: dict[tuple[str, ...], list[str]] = {}
+    """Rows with as many waits in one, the ones without any first."""
+    names: dict[str, list[str]] = {}
     for name, seen in sorted(rows.items(), key=lambda row: len(row[1])):
-        names.setdefault(tuple(seen), []).append(name)
-    return {", ".join(found): list(seen) for seen, found in names.items()}
+        names.setdefault(counted(seen), []).append(name)
+    return {", ".join(found): rows[found[0]] for found in names.values()}
 
 
 def counted(seen: Seen) -> str:
     """The number of waits, and beside it that of the late looks: the host looks when the backward is queued."""
     late = sum(what == LATE for what in seen)
     return f"{len(seen) - late}" + (f", {late} late" if late else "")
-
-
-def places(seen: Seen) -> str:
-    """Where the waits are, each place once."""
-    where = Counter(what.partition(" in ")[2] for what in seen)
-    return ", ".join(f"`{place}`" + (f" x{count}" if count > 1 else "") for place, count in where.items())
 
 
 if __name__ == "__main__":

@@ -222,6 +222,14 @@ def test_plain_steps_on_fewer_rows_cost_what_the_method_costs(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
+    ("chosen", "control"), [({}, ",plain@ohem"), ({"data": "wordnet", "model": "gpt"}, ",plain@random@cut")]
+)
+def test_the_control_is_among_the_methods_where_nobody_names_any(chosen: dict[str, str], control: str):
+    # Red when: a comparison by time, whose control is full, names by itself what it refuses.
+    assert Settings(**chosen).methods == Settings(**chosen, seconds=1.0).methods + control
+
+
+@pytest.mark.parametrize(
     ("method_s", "rows"), [(7.0, 21), (1.2, 2), (30.0, 32)], ids=["some", "at least 2", "at most all"]
 )
 def test_as_many_rows_as_cost_what_a_method_costs(method_s: float, rows: int):

@@ -114,7 +114,7 @@ def test_the_settings_follow_data_and_model():
     assert Settings(data="wordnet").unit == "row"
     chosen = Settings(data="wordnet", model="gpt")
     labels = [method.label for method in chosen.parsed_methods]
-    assert labels == ["full", "random", "random@cut", "ohem", "ohem@cut", "rho1", "rho1@cut"]
+    assert labels == ["full", "random", "random@cut", "ohem", "ohem@cut", "rho1", "rho1@cut", "plain@random@cut"]
     assert (chosen.unit, chosen.epochs, chosen.batch_rows, chosen.lr) == ("token", 4, 16, 0.003)
 
 

@@ -103,6 +103,24 @@ def test_a_page_fits_the_screen_and_nothing_complains(page: str, width: int, bro
     assert browser.execute_script(drawn)
 
 
+def test_every_table_shows_all_its_columns(browser):
+    # Red with `td { min-width: 6.5em }` in site.css.
+    wide = "return [...document.querySelectorAll('.table-wrapper')].some(e => e.scrollWidth > e.clientWidth + 1)"
+    cut = set()
+    for page in sorted(SITE.glob("docs/*.html")):
+        shown(browser, page, 1280)
+        cut |= {page.stem} if browser.execute_script(wide) else set()
+    assert cut == set()
+
+
+def test_the_contents_of_a_page_stand_beside_it(browser):
+    # Red without the rule for 80em in site.css.
+    shown(browser, SITE / "docs/faq.html", 1280)
+    edges = "return ['article', '.toc-tree'].map(e => document.querySelector(e).getBoundingClientRect().toJSON())"
+    text, contents = browser.execute_script(edges)
+    assert text["right"] < contents["left"] < contents["right"] <= 1280
+
+
 def test_a_first_saving_stands_on_one_screen(browser):
     # Red with eight more lines in a script.
     shown(browser, SITE / "docs/start.html", 1280)

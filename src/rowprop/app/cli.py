@@ -123,7 +123,7 @@ Methods = Annotated[str | None, typer.Option(
     "*, keep, **options) and returning SelectiveBackprop(model, losses_fn, SELECTOR, **options). METHOD@ENGINE names "
     "an engine: sliced, recompute, masked; for gpt also cut. "
     "Default: full,random,ohem,composer,batch-loss-filter,plain@ohem; for gpt full, and random, ohem, rho1 with and "
-    "without @cut."
+    "without @cut, plain@random@cut; with --seconds, where full is that control, the same without plain@METHOD."
 )]  # fmt: skip
 Keep = Annotated[float, typer.Option(help="Fraction of rows or tokens kept.")]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; the default follows data and model.")]

@@ -76,9 +76,10 @@ METHODS: dict[Unit, dict[str, Kind]] = {
     },
 }
 DEFAULT_METHODS: dict[Unit, str] = {
-    "row": "full,random,ohem,composer,batch-loss-filter,plain@ohem",
+    "row": "full,random,ohem,composer,batch-loss-filter",
     "token": "full,random,random@cut,ohem,ohem@cut,rho1,rho1@cut",
 }
+DEFAULT_CONTROL: dict[Unit, str] = {"row": f",{PLAIN}@ohem", "token": f",{PLAIN}@random@cut"}
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ class Settings:
     def __post_init__(self) -> None:
         self._settle(model="textnet" if self.data == "wordnet" else "convnet")
         lr, batch_rows = DEFAULT_LR.get(self.model, 0.05), DEFAULT_BATCH_ROWS.get(self.model, 64)
-        self._settle(methods=DEFAULT_METHODS[self.unit], batch_rows=batch_rows, lr=lr)
+        control = DEFAULT_CONTROL[self.unit] if self.seconds is None else ""  # under seconds full is the control
+        self._settle(methods=DEFAULT_METHODS[self.unit] + control, batch_rows=batch_rows, lr=lr)
         if self.seconds is None:
             self._settle(epochs=4 if self.unit == "token" else DEFAULT_EPOCHS.get(self.data, 8))
         if not 0 < self.keep <= 1:
