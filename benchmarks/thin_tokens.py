@@ -11,12 +11,13 @@ to batch; `FLOPs` those of the backward, and `time` that of forward and backward
 
 `--train`: the fine-tuning, for as many steps by each method, in turns: `full` is the plain loop; `exact` has
 `rowprop.skip_zeros(model)`; `tokens` and `rows` have `rowprop.thin` beside it; `cut` picks the answers with
-`attention="cut"`, which is biased. `fewer` is the control: `exact` for as many steps as take the time of `tokens`, its
-rate decayed to zero as well. Every method of a seed trains a copy of the same start on the same batches. The loss is
-that of answers in rows that were not trained on; its difference is to the same seed's `exact`, with the 95 % interval
-of the mean over the seeds. FLOPs of the backward, and the processor's seconds of whole steps, are over those of
-`exact`; one step of ten is counted, the others are on the clock. The limit is (F + bB) / (F + B), where B is the time
-of `exact`'s backward, F of all else, and b the method's FLOPs.
+`attention="cut"`, which is biased. Two controls: `random` counts five random rows of twelve, about the FLOPs of
+`tokens`; `fewer` is `exact` for as many steps as take the time of `tokens`, its rate decayed to zero as well. Every
+method of a seed trains a copy of the same start on the same batches. The loss is that of answers in rows that were not
+trained on; its difference is to the same seed's `exact`, with the 95 % interval of the mean over the seeds. FLOPs of
+the backward, and the processor's seconds of whole steps, are over those of `exact`; one step of ten is counted, the
+others are on the clock. The limit is (F + bB) / (F + B), where B is the time of `exact`'s backward, F of all else, and
+b the method's FLOPs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ from bench_step import RESULTS, Transformer, device_stem, save, setting
 from rowprop.app.compare.data import DEBIAN_WORDNET, WORDNET_FILES
 from rowprop.files import write_whole
 
-BYTES, TOKENS, ROWS, ANSWER = 128, 256, 12, 26
+BYTES, TOKENS, ROWS, ANSWER, SOME_ROWS = 128, 256, 12, 26, 5
 HELD_OUT = 2000  # entries that no training sees
 BATCHES, SETTLING = 16, 44
 
@@ -95,9 +96,10 @@ def counted(tokens: int) -> Tensor:
     return (torch.arange(TOKENS) >= TOKENS - tokens).float()
 
 
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], tokens: int = ANSWER) -> Tensor:
-    """The mean loss of the answers."""
-    return (losses_of(model, batch) * counted(tokens)).sum() / (tokens * len(batch[0]))
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], tokens: int = ANSWER, rows: Any = slice(None)) -> Tensor:
+    """The mean loss of the answers, of all rows or of some."""
+    losses = (losses_of(model, batch) * counted(tokens))[rows]
+    return losses.sum() / (tokens * len(losses))
 
 
 def trained(lines: Sequence[str], width: int, depth: int, steps: int, folder: Path) -> nn.Module:
@@ -175,7 +177,7 @@ def variance(model: nn.Module, lines: Sequence[str], tokens: int, unit: Any, tau
 
 # --- fine-tuning ------------------------------------------------------------------------------------------------------
 
-METHODS = ("full", "exact", "tokens", "rows", "cut")
+METHODS = ("full", "exact", "tokens", "rows", "cut", "random")
 COUNTED = 10  # one step of so many has its FLOPs counted, and is not on the clock
 
 
@@ -184,9 +186,14 @@ class Method:
 
     def __init__(self, name: str, start: nn.Module, tau: float, rate: float, seed: int) -> None:
         self.model = copy.deepcopy(start).train()
-        self.loss = picked if name == "cut" else loss_of
+        self.loss: Callable[..., Tensor] = picked if name == "cut" else loss_of
         self.rate, self.handle = rate, None
-        if name in ("exact", "tokens", "rows", "fewer"):
+        if name == "random":
+            drawn = torch.Generator().manual_seed(seed)
+            self.loss = lambda model, batch: loss_of(
+                model, batch, rows=torch.randperm(ROWS, generator=drawn)[:SOME_ROWS]
+            )
+        if name in ("exact", "tokens", "rows", "random", "fewer"):
             rowprop.skip_zeros(self.model)
         if name in ("tokens", "rows"):
             generator = torch.Generator().manual_seed(seed)

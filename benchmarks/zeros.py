@@ -4,7 +4,8 @@ For each training the loss is that of the framework, computed by the framework, 
 the untouched step and the one with `rowprop.skip_zeros` (forward, backward, AdamW) come one after the other, in an
 order that turns from round to round. A time is the processor's for this process, of the backward and of the whole step,
 over the untouched one's beside it: the median over the rounds, with the quartiles. FLOPs are those of the backward, and
-are counted. The gradients' difference is the largest of any parameter, as a share of the largest entry of all.
+are counted. The limit of a step is (F + bB) / (F + B): B is the time of the untouched backward, F that of the rest, b
+the ratio of FLOPs. The gradients' difference is the largest of any parameter, as a share of the largest entry of all.
 
 It needs the packages of `nox -s integrations`: run it with `.nox/integrations/bin/python`.
 """
@@ -29,7 +30,9 @@ import rowprop
 from bench_step import RESULTS, device_stem, save, setting, spread
 
 VOCABULARY, WIDTH, DEPTH, HEADS, LENGTH, ROWS = 2048, 192, 4, 4, 128, 16
-HEADER = "| training | went on | error | FLOPs | backward (quartiles) | step (quartiles) |\n" + "|---" * 6 + "|\n"
+HEADER = (
+    "| training | went on | error | FLOPs | backward (quartiles) | step (quartiles) | limit |\n" + "|---" * 7 + "|\n"
+)
 
 
 class Training(NamedTuple):
@@ -486,12 +489,14 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
                 optimizer.zero_grad()
                 times_s[skips].append((done_s - between_s, time.process_time() - begin_s))
     pairs = list(zip(times_s[True][1:], times_s[False][1:], strict=True))
+    saves = 1 - ours.flops / plain.flops
     return {
         "training": name, "record": str(handles[0].record), "found": str(report),
-        "gradients_differ_by": difference(plain, ours), "flops_ratio": ours.flops / plain.flops,
+        "gradients_differ_by": difference(plain, ours), "flops_ratio": 1 - saves,
         "predicted": 1 - report.places[0].saves if report.places else 1.0,
         "backward_ratio": spread([ours[0] / plain[0] for ours, plain in pairs]),
         "step_ratio": spread([ours[1] / plain[1] for ours, plain in pairs]),
+        "step_limit": spread([1 - saves * plain[0] / plain[1] for _, plain in pairs]),
     }  # fmt: skip
 
 
@@ -503,6 +508,7 @@ def line(row: dict[str, Any]) -> str:
 
     cells = [row["training"], row["record"].partition(" went on")[0], f"{row['gradients_differ_by']:.0e}"]
     cells += [f"{row['flops_ratio']:.2f}", ratio(row["backward_ratio"]), ratio(row["step_ratio"])]
+    cells += [f"{row['step_limit']['median']:.2f}"]
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -17,7 +17,7 @@ def test_differences_are_paired_and_the_limit_counts_the_backward_by_its_flops()
     # interval: 12.71 standard errors hold 95 % of the means of two seeds, not 1.96.
     runs = []
     for exact, over in ((2.0, 0.01), (3.0, 0.03)):
-        others = dict.fromkeys(("full", "rows", "cut", "fewer"), run_of(exact, 3.0, 8.0))
+        others = dict.fromkeys(("full", "rows", "cut", "random", "fewer"), run_of(exact, 3.0, 8.0))
         runs.append({**others, "exact": run_of(exact, 3.0, 8.0), "tokens": run_of(exact + over, 2.0, 4.0)})
     (line,) = (line for line in thin_tokens.table(runs) if line.startswith("| `tokens` "))
     # (1 + 3 * 4 / 8) / (1 + 3); the standard error of .01 and .03 is .01.
