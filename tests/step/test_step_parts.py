@@ -15,7 +15,7 @@ from rowprop.integrations.shared import losses_of_rows
 from rowprop.scoring import Scored
 from rowprop.selection import AboveMean, Context, LossMass, OverAll, Selection, Threshold, TopK
 from rowprop.step import SelectiveBackprop
-from rowprop.step.selective import mean_loss, mean_over_ranks, select_finite, widened
+from rowprop.step.selective import mean_over_ranks, select_finite, widened
 from sentences import refused
 from step_cases import ENGINES, a_batch, assert_gradients_equal, backpropagated, regression, shift_step, squared
 
@@ -108,19 +108,6 @@ def test_keep_passes_on_every_other_refusal_of_a_selector():
 
     with refused("not today"):
         select_finite(a_step(nonfinite="keep"), refusing, torch.tensor([1.0, math.nan]), Context())
-
-
-@pytest.mark.parametrize("kind", ["error", "drop", "keep"])
-def test_the_mean_is_that_of_the_rows_to_choose_among(kind):
-    # Red when: the mean under "drop" is over all rows, or has a row whose loss is finite and whose score is not.
-    step = a_step(nonfinite=kind)
-    for losses in PATTERNS:
-        finite = losses.isfinite() & torch.tensor([True, True, False, True])
-        counted = losses[finite] if kind == "drop" else losses
-        mean = mean_loss(step, losses.bfloat16(), finite)
-        torch.testing.assert_close(mean, counted.sum() / len(counted), equal_nan=True)
-        assert mean.dtype == torch.float32
-        assert math.isnan(mean_loss(step, None, finite))
 
 
 def test_a_rank_without_a_row_to_choose_among_is_named_where_rows_are_dropped():
