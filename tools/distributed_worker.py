@@ -29,7 +29,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -39,6 +39,7 @@ from rowprop.engines import Sliced
 from rowprop.history import LossHistory, PruningSampler, ReducibleLoss, StaleScorer
 from rowprop.selection import Context, PerClass
 from step_cases import Shift, backpropagated, given_losses
+from token_models import Decoder, cut_attention
 
 SIZES = {2: (5, 9), 4: (3, 6, 4, 5)}  # N of each rank
 WRAPPERS = ("ddp", "fsdp")
@@ -99,7 +100,8 @@ def sharded(model: nn.Module, *replicas: int) -> nn.Module:
     sizes = *replicas, world() // math.prod(replicas)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
     for child in model.children():
-        fully_shard(child, mesh=mesh)
+        for each in child if isinstance(child, nn.ModuleList) else [child]:
+            fully_shard(each, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
@@ -273,8 +275,10 @@ def compiled() -> Figures:
 def by_hand() -> Figures:
     """The same without the step: ``pick`` with ``mean``."""
     figures, rank, parts = {}, dist.get_rank(), batch_of(2)
-    for wrapper, fewest in itertools.product(WRAPPERS, (0, 1)):
-        counts = [min(fewest + 2 * other, len(part[1])) for other, part in enumerate(parts)]
+    ranks = range(world())
+    kept = {f"{few} and more": [min(few + 2 * r, SIZES[world()][r]) for r in ranks] for few in (0, 1)}
+    kept["one of all"] = [int(r == 0) for r in ranks]  # red when the count of all ranks is clamped to their number
+    for wrapper, (name, counts) in itertools.product(WRAPPERS, kept.items()):
         model = wrapped(wrapper, Net())
         loss = mean(rowprop.pick(losses_of(model, parts[rank]), torch.arange(counts[rank])))
         loss.backward()
@@ -283,7 +287,7 @@ def by_hand() -> Figures:
             return torch.cat([losses_of(net, part)[:k] for part, k in zip(parts, counts, strict=True)]).mean()
 
         torch.testing.assert_close(averaged(loss), union(Net()).detach())
-        figures[f"{wrapper}, mean, {fewest} and more"] = difference(grads_of(model), truth(union))
+        figures[f"{wrapper}, mean, {name}"] = difference(grads_of(model), truth(union))
 
     nothing = mean(torch.zeros(0, requires_grad=True))
     assert nothing.item() == 0
@@ -326,29 +330,6 @@ def accumulation() -> Figures:
                     alone.zero_grad()
             assert ready >= 2
             figures[f"{wrapper}, {engine}, quota"] = worst
-    return figures
-
-
-@check
-def training() -> Figures:
-    """Thirty steps with momentum beside a plain loop of one process."""
-    figures, rank = {}, dist.get_rank()
-    runs = [("ddp", torch.float32), ("fsdp", torch.float64)]
-    for wrapper, dtype in runs if world() == 2 else runs[:1]:
-        model, alone = wrapped(wrapper, Net(dtype)), Net(dtype)
-        selective = step_of(model, rowprop.TopK(0.25))
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (model, alone)]
-        begin = [parameter.detach().clone() for parameter in alone.parameters()]
-        for step in range(30):
-            parts = batch_of(step % 10, dtype=dtype)
-            selective(parts[rank])[0].backward()
-            top_of_all([losses_of(alone, whole(parts))]).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        ours, theirs = ([dense(p.detach()) for p in net.parameters()] for net in (model, alone))
-        assert difference(theirs, begin) > 0.1  # it did train
-        figures[f"{wrapper}, {str(dtype).removeprefix('torch.')}"] = difference(ours, theirs)
     return figures
 
 
@@ -586,44 +567,19 @@ def tokens() -> Figures:
     return figures
 
 
-class CausalBlock(nn.Module):
-    """Causal attention; with ``kept``, keys and values of other tokens are detached, as ``attention="cut"`` means."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, h: Tensor, kept: Tensor | None) -> Tensor:
-        q, k, v = self.qkv(h).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        if kept is not None:
-            k, v = (torch.where(kept[:, None, :, None], x, x.detach()) for x in (k, v))
-        return h + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+def checkpointed() -> Decoder:
+    model = Decoder(packed=True)
+    model.through = partial(checkpoint, use_reentrant=False)
+    return model
 
 
-class Causal(nn.Module):
-    """Two blocks; four classes for each token."""
-
-    def __init__(self, kept: Tensor | None = None, *, checkpoints: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner, self.outer = nn.Linear(5, 8), nn.Linear(8, 4)
-        self.first, self.second = CausalBlock(), CausalBlock()
-        self.kept, self.checkpoints = kept, checkpoints
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(x).tanh()
-        for block in (self.first, self.second):
-            h = checkpoint(block, h, self.kept, use_reentrant=False) if self.checkpoints else block(h, self.kept)
-        return self.outer(h)
-
-
-TOKEN_WRAPPERS: dict[str, Callable[[], nn.Module]] = {
-    "ddp": lambda: DistributedDataParallel(Causal()),
-    "ddp, static": lambda: DistributedDataParallel(Causal(), static_graph=True),
-    "ddp, unused": lambda: DistributedDataParallel(Causal(), find_unused_parameters=True),
-    "ddp, checkpoints": lambda: DistributedDataParallel(Causal(checkpoints=True), gradient_as_bucket_view=True),
-    "fsdp": lambda: wrapped("fsdp", Causal()),
-    "fsdp, checkpoints": lambda: wrapped("fsdp", Causal(checkpoints=True)),
+DECODERS: dict[str, Callable[[], nn.Module]] = {
+    "ddp": lambda: DistributedDataParallel(Decoder(packed=True)),
+    "ddp, static": lambda: DistributedDataParallel(Decoder(packed=True), static_graph=True),
+    "ddp, unused": lambda: DistributedDataParallel(Decoder(packed=True), find_unused_parameters=True),
+    "ddp, checkpoints": lambda: DistributedDataParallel(checkpointed(), gradient_as_bucket_view=True),
+    "fsdp": lambda: wrapped("fsdp", Decoder(packed=True)),
+    "fsdp, checkpoints": lambda: wrapped("fsdp", checkpointed()),
 }
 
 
@@ -632,19 +588,17 @@ def masks_of_tokens() -> Figures:
     """``pick`` with masks, exact and cut: other counts on each rank, and none on the last; two micro-batches."""
     figures, rank = {}, dist.get_rank()
     generator = torch.Generator().manual_seed(13)
-    parts = [
-        (torch.randn(size, 6, 5, generator=generator), torch.randint(4, (size, 6), generator=generator))
-        for size in SIZES[world()]
-    ]
+    parts = [tuple(torch.randint(50, (2, size, 6), generator=generator)) for size in SIZES[world()]]
     uneven = [torch.rand(y.shape, generator=generator) < 0.3 + 0.1 * place for place, (_, y) in enumerate(parts)]
     masks = {"uneven": uneven, "none on the last rank": [*uneven[:-1], torch.zeros_like(uneven[-1])]}
     for (wrapper, make), (name, kept), attention in itertools.product(
-        TOKEN_WRAPPERS.items(), masks.items(), ("exact", "cut")
+        DECODERS.items(), masks.items(), ("exact", "cut")
     ):
-        net, other = Causal(torch.cat(kept) if attention == "cut" else None), Causal()
-        losses = token_losses(net, whole(parts))[torch.cat(kept)]
+        net, other, here = Decoder(packed=True), Decoder(packed=True), torch.cat(kept)
+        by_hand = partial(net, attention=cut_attention(here)) if attention == "cut" else net
+        losses = token_losses(by_hand, whole(parts))[here]
         losses.mean().backward()
-        token_losses(other, whole(parts))[torch.cat(kept)].mean().backward()
+        token_losses(other, whole(parts))[here].mean().backward()
         assert (difference(grads_of(other), grads_of(net)) > 1e-4) == (attention == "cut")
         model, micros = make(), 1 if "static" in wrapper else 2
         for micro in range(micros):  # the same twice
@@ -666,7 +620,10 @@ def masks_of_tokens() -> Figures:
 
 @check
 def facts() -> Figures:
-    """Weights of 1/K count each kept row alike; unbiased ones, even with 1/K, each rank by its N."""
+    """Weights of 1/K count each kept row alike; unbiased ones, even with 1/K, and those of classes, each rank by its N.
+
+    Red when: `chosen.even` is dropped from the choice of the parts.
+    """
     figures, rank, sizes = {}, dist.get_rank(), SIZES[world()]
     values = [torch.arange(1.0, size + 1) ** (2 + other) for other, size in enumerate(sizes)]
     own = Context(generator=torch.Generator().manual_seed(rank))
@@ -679,6 +636,14 @@ def facts() -> Figures:
     figures["1/K and unbiased"] = float((averaged_sum / expected - 1).abs())
     assert Global().select(rowprop.RandomRows(0.5), values[rank], own).unbiased
     assert not Global().select(rowprop.TopK(0.5), values[rank]).unbiased
+
+    by_class = Local().select(
+        PerClass(rowprop.TopK(1 / 3)), values[rank], Context(classes=torch.arange(sizes[rank]) % 2)
+    )
+    classes = [part for all_rows in values for part in (all_rows[::2], all_rows[1::2])]
+    hardest = [part.topk(-(-len(part) // 3)).values.mean() * len(part) for part in classes]  # a third of each class
+    averaged_sum = averaged((values[rank][by_class.rows] * by_class.weights).sum())
+    figures["of classes"] = float((averaged_sum / (sum(hardest) / sum(sizes)) - 1).abs())
 
     quota = partial(rowprop.SelectiveBackprop, Shift(), given_losses, accumulate_to=5)
     for ranks in (Local(), Global()):  # a quota takes weights of 1/K and refuses all others
