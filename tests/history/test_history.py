@@ -348,21 +348,6 @@ def test_an_infinite_loss_is_known():
     assert clock.asked == []
 
 
-def test_where_ranks_must_run_as_many_forwards_two_rows_are_always_scored(monkeypatch):
-    # Red when: a rank that knows all its rows runs no forward, and the other ranks wait for it.
-    history, clock = LossHistory(4), Clock()
-    scorer, batch = StaleScorer(clock, 9), torch.arange(4)
-
-    def scored(ids: Tensor) -> list[float]:
-        return scorer(None, ids, Context(ids=ids, history=history)).tolist()
-
-    history.update(batch, torch.full((4,), 5.0))
-    assert scored(batch) == [5.0] * 4 and clock.asked == []
-    monkeypatch.setattr("rowprop.history.lookup.averages_gradients", lambda model: True)
-    assert scored(batch) == [0.0, 1.0, 5.0, 5.0] and clock.asked == [[0, 1]]
-    assert scored(batch[2:3]) == [2.0] and clock.asked[1:] == [[2]]
-
-
 def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
     # Red when: the step's update comes before the scorer's store, or ages the losses that the scorer has stored.
     torch.manual_seed(0)
