@@ -429,14 +429,6 @@ CONTEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "sentence"), CONTEXTS)
-def test_a_context_is_checked_where_it_is_made_and_asked(make, sentence):
-    # Red when: a check in Context.__post_init__ is left out, need hands out None or ends in an AttributeError, or at
-    # indexes as it comes: a mask of fewer rows, or an IndexError.
-    with refused(sentence):
-        make()
-
-
 def chosen(*rows: int, weights: Tensor | None = None, num_rows: int = 8) -> Selection:
     weights = torch.ones(len(rows)) if weights is None else weights
     return Selection(torch.tensor(rows, dtype=torch.int64), weights, num_rows)
@@ -468,11 +460,13 @@ def test_a_selection_is_checked_where_it_is_made(make, sentence):
 
 
 def test_sound_selections_pass():
-    # Red when: a check is too strict about no rows, all rows, the last row or a negative weight.
+    # Red when: a check is too strict about no rows, all rows, the last row or a negative weight, or the tensors are
+    # printed.
     for rows in ([], [0], [7], [0, 7], list(range(8))):
         selection = chosen(*rows, weights=torch.full((len(rows),), -2.0))
         assert (selection.num_kept, selection.is_everything) == (len(rows), len(rows) == 8)
     assert Selection.everything(0).is_everything
+    assert repr(Selection.mean(torch.tensor([1, 5]), 1000)) == "Selection(2 of 1000 rows, on cpu)"
 
 
 def test_even_is_believed_only_of_weights_that_are():
@@ -500,11 +494,6 @@ def test_in_a_compiled_function_the_device_asserts_and_nobody_waits():
     assert compiled(torch.tensor([1, 5])).tolist() == [0.5, 0.5]
     with pytest.raises(RuntimeError, match="Selection needs ascending rows in range, none of them twice"):
         compiled(torch.tensor([5, 1]))
-
-
-def test_a_selection_is_printed_in_one_line_without_reading_it():
-    # Red when: the dataclass prints its tensors.
-    assert repr(Selection.mean(torch.tensor([1, 5]), 1000)) == "Selection(2 of 1000 rows, on cpu)"
 
 
 def scores_alone(scores):
@@ -647,9 +636,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "sentence"), REFUSED)
+@pytest.mark.parametrize(("make", "sentence"), [*CONTEXTS, *REFUSED])
 def test_what_cannot_work_is_refused_in_a_sentence(make, sentence):
-    # Red when: the check is dropped; most of these would fail later in words of torch's, some never.
+    # Red when: the check is dropped; most of these would fail later in words of torch's, some never. Of contexts: need
+    # hands out None or ends in an AttributeError, or at indexes as it comes: a mask of fewer rows, or an IndexError.
     with refused(sentence):
         make()
 
