@@ -48,6 +48,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def seeded() -> None:
+    """This test draws the same numbers each time."""
     torch.manual_seed(0)
 
 
