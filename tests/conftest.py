@@ -14,6 +14,7 @@ import torch
 from accelerator import Accelerator
 from rowprop import host
 from rowprop.thinning.worth import Worth
+from step_cases import ENGINES
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
@@ -37,6 +38,18 @@ def pytest_configure(config: pytest.Config) -> None:
         # No test fails because the machine is slow.
         settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("unhurried")
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    """This test is for each engine."""
+    return request.param
+
+
+@pytest.fixture
+def seeded() -> None:
+    """This test draws the same numbers each time."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -23,11 +23,6 @@ from step_cases import assert_gradients_equal, backpropagated
 N = 12
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
 
@@ -48,24 +43,20 @@ def frozen_batchnorm() -> nn.Module:
     return model
 
 
-class Unused(nn.Module):
+class Unused(nn.Linear):
     """A model with a parameter that no loss reaches."""
 
     def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.used(x)
+        super().__init__(6, 3)
+        self.unused = nn.Linear(6, 3)
 
 
 def noisy() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+    return batchnorm().insert(3, nn.Dropout(0.5))
 
 
 def losses_fn(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y, reduction="none")
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def a_batch(seed: int = 0, dtype: torch.dtype = torch.float64):
@@ -139,22 +130,18 @@ def test_a_full_batch_leaves_the_gradient_of_a_plain_step_bit_for_bit(engine):
 
 def test_the_batchnorm_of_sliced_is_that_of_pick():
     # Red when: Sliced forgets it. At six rows "rows" has another gradient than the choice at each layer, the exact one.
+    # Or when: Sliced indexes plainly: equal gradients, at the price of a full backward.
     model, batch, engine = built(batchnorm), a_batch(1), Sliced(batchnorm="rows")
     reference, exact = copy.deepcopy(model), copy.deepcopy(model)
     loss, record = SelectiveBackprop(model, losses_fn, TopK(0.5), engine=engine)(batch)
     picked = pick(losses_fn(reference, batch), record.selection, batchnorm="rows").mean()
-    for each in (loss, picked, losses_fn(exact, batch)[record.selection.rows].mean()):
-        each.backward()
-    assert_gradients_equal(model, reference, rtol=0, atol=0)
-    assert not torch.allclose(model[0].weight.grad, exact[0].weight.grad)
-
-
-def test_sliced_runs_its_backward_on_the_kept_rows():
-    # Red when: Sliced indexes plainly: equal gradients, at the price of a full backward.
-    loss, _ = SelectiveBackprop(built(mlp), losses_fn, TopK(0.25), engine="sliced")(a_batch())
     with watch() as report:
         loss.backward()
     assert report.sliced and not report.densified
+    for each in (picked, losses_fn(exact, batch)[record.selection.rows].mean()):
+        each.backward()
+    assert_gradients_equal(model, reference, rtol=0, atol=0)
+    assert not torch.allclose(model[0].weight.grad, exact[0].weight.grad)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +157,7 @@ def test_sliced_runs_its_backward_on_the_kept_rows():
 def test_how_often_and_on_how_many_rows_the_model_runs(engine, keep, options, sizes):
     # Red when: recompute scores with a graph, or a batch that is trained whole; or sliced runs a second forward.
     seen = []
-
-    def spying(model, batch):
-        seen.append((len(batch[0]), torch.is_grad_enabled()))
-        return losses_fn(model, batch)
-
+    spying = lambda model, batch: seen.append((len(batch[0]), torch.is_grad_enabled())) or losses_fn(model, batch)  # noqa: E731
     SelectiveBackprop(built(mlp), spying, TopK(keep), engine=engine, **options)(a_batch())
     assert seen == sizes
 
@@ -276,22 +259,19 @@ def test_names_and_objects_find_their_engines():
         assert engine_of("x", value) is value
 
 
-def test_values_that_are_no_engine_are_refused():
-    with refused("engine='fast' but one of sliced, recompute, masked ... Sliced('exact')"):
-        engine_of("SelectiveBackprop", "fast")
-    for value in (None, 3, [], ("sliced", "masked"), {"sliced"}, Sliced, torch.zeros(2)):
-        with refused("SelectiveBackprop got engine="):
-            engine_of("SelectiveBackprop", value)
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: Sliced(batchnorm="approximate"), "batchnorm='approximate' but one of None, rows, exact"),
-        (lambda: Sliced(attention="rows"), "attention='rows' but one of exact, cut"),
-        (lambda: Recompute(scoring="test"), "scoring='test' but one of train, eval"),
+NO_ENGINES = [
+    (lambda: Sliced(batchnorm="approximate"), "batchnorm='approximate' but one of None, rows, exact"),
+    (lambda: Sliced(attention="rows"), "attention='rows' but one of exact, cut"),
+    (lambda: Recompute(scoring="test"), "scoring='test' but one of train, eval"),
+    (lambda: engine_of("x", "fast"), "engine='fast' but one of sliced, recompute, masked ... Sliced('exact')"),
+    *[
+        (lambda value=value: engine_of("SelectiveBackprop", value), "SelectiveBackprop got engine=")
+        for value in (None, 3, [], ("sliced", "masked"), {"sliced"}, Sliced, torch.zeros(2))
     ],
-)
-def test_settings_are_checked_where_an_engine_is_made(make, sentence):
+]
+
+
+@pytest.mark.parametrize(("make", "sentence"), NO_ENGINES)
+def test_what_is_no_engine_is_refused(make, sentence):
     with refused(sentence):
         make()

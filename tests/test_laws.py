@@ -22,6 +22,7 @@ import rowprop.recipes
 import rowprop.schedule
 import rowprop.scoring
 import rowprop.selection
+from killed import seeded
 from laws import RECIPES, ROWS, SCHEDULES, SCORERS, SELECTORS
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
@@ -37,10 +38,6 @@ def cases_of(table: dict[str, list[Any]], having: Any = lambda case: True) -> An
     """The test is for each case of a table, or for those that have a trait."""
     named = [(f"{name}-{index}", case) for name, cases in table.items() for index, case in enumerate(cases)]
     return pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in named if having(case)])
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def scores_of(num_rows: int, seed: int = 0) -> Tensor:
@@ -307,10 +304,8 @@ def test_the_selectors_that_know_their_keep():
     context = Context(progress=0.5)
     known = {name for name in SELECTORS if keep_of(SELECTORS[name][0].make(), context) is not None}
     assert known == {"Everything", "MaxVariance", "RandomRows", "RankSampling", "TopBottom", "TopK"}
-    whole = [
-        name for name, cases in SELECTORS.items() for case in cases if case.whole and keep_of(case.whole(), context)
-    ]
-    assert set(whole) == known | {"MultipleOf", "OverAll", "PerClass", "ReducibleLoss"}
+    whole = {name for name, cases in SELECTORS.items() for c in cases if c.whole and keep_of(c.whole(), context)}
+    assert whole == known | {"MultipleOf", "OverAll", "PerClass", "ReducibleLoss"}
     assert keep_of(lambda scores: None, context) is None
     with refused("the schedule keep of TopK needs progress"):
         keep_of(TopK(lambda progress: 1.0), Context())

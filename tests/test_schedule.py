@@ -110,12 +110,9 @@ REFUSED = [
     ],
     (lambda: Schedule(interrupt=1), "interrupt=1, under which every batch would be trained whole ... use 0 ... or 2"),
     (lambda: Schedule().active("a", 0), f"Schedule.active got progress='a' {PROGRESS}"),
-    (lambda: Schedule().active(0.5, -1), "Schedule.active got batch_index=-1 but a whole number, 0 or more"),
     (lambda: Ramp("1", 0.5), "Ramp got first='1' but a finite number was needed, e.g. a fraction to keep."),
-    (lambda: Ramp(1, math.nan), "Ramp got last=nan but a finite number was needed, e.g. a fraction to keep."),
     (lambda: Ramp(1, 0.5, 0.5, 0.5), f"Ramp got start=0.5 and end=0.5 {WINDOW} for a step use Joined."),
     (lambda: Ramp(1, 0.5, curve="sine"), "Ramp got curve='sine' but one of linear, cosine ... the default is linear."),
-    (lambda: Ramp(1, 0.5, curve=np.ones(2)), "Ramp got curve=array([1., 1.]) but one of linear, cosine was needed"),
     (lambda: Ramp(1.0, 0.5)(None), f"Ramp got progress=None {PROGRESS}"),
     (lambda: Joined(5), "Joined got parts=5 but pairs of a start and a part were needed, e.g. [(0.0, 1.0), "),
     (lambda: Joined([0.5]), "Joined got parts=[0.5] but pairs of a start and a part were needed"),
@@ -126,7 +123,6 @@ REFUSED = [
     (lambda: Joined([(0.0, lambda: 0.5)]), f"to start at 0.0 {PART}"),
     (lambda: Joined([(0.0, 1.0)])("a"), f"Joined got progress='a' {PROGRESS}"),
     (lambda: Progress(0), "Progress got total=0 but a whole number of steps, 1 or more, was needed: the count at"),
-    (lambda: Progress(5, "epochs"), "Progress got counts='epochs' but one of steps, rows_seen, rows_backpropagated"),
     (lambda: Progress(10).count(0.5), "Progress.count got a float but the record of a step was needed"),
 ]
 

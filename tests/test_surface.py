@@ -139,10 +139,8 @@ def test_version_is_the_changelogs_newest():
 
 def test_what_a_call_returns_shows_as_the_text_that_it_prints():
     # Red when: one of them has a text of its own for print() and a dump of its fields for a notebook's last line.
-    model, batch = (
-        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
-        torch.randn(16, 4),
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    batch = torch.randn(16, 4)
     losses_fn = lambda model, batch: model(batch).squeeze(1).square()  # noqa: E731
     with rowprop.find_zeros(model) as zeros:
         losses_fn(model, batch)[:4].sum().backward()
@@ -152,10 +150,8 @@ def test_what_a_call_returns_shows_as_the_text_that_it_prints():
     skipped = skipping.record
     skipping.remove()
     selective = rowprop.SelectiveBackprop(model, losses_fn, rowprop.TopK(0.25))
-    planned, verified = (
-        rowprop.plan(model, batch, losses_fn, keep=0.5, rounds=1),
-        rowprop.verify(model, batch, losses_fn),
-    )
+    planned = rowprop.plan(model, batch, losses_fn, keep=0.5, rounds=1)
+    verified = rowprop.verify(model, batch, losses_fn)
     counted = rowprop.cost.count.count_step(model, batch, losses_fn)
     profiled = rowprop.cost.profile.profile(model, batch, losses_fn, rounds=1)
     timed = rowprop.cost.timing.measure_step(model, batch, losses_fn, rounds=2, warmup=0)

@@ -213,8 +213,5 @@ def in_processes(function: Callable[[], None], count: int = 2) -> None:
         rank.start()
     for rank in ranks:
         rank.join(120)
-    stuck = [rank for rank in ranks if rank.is_alive()]
-    for rank in stuck:
-        rank.kill()
-    assert not stuck
+        rank.kill()  # one that is stuck
     assert [rank.exitcode for rank in ranks] == [0] * count

@@ -12,18 +12,10 @@ from torch.nn import functional as F
 
 import bench_step
 from rowprop.app.model import default_losses, load_model
+from zoo import Net, seq
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "slow_convolution.py")
 Step = tuple[nn.Module, tuple[Tensor, ...], Callable[[Any, Any], Tensor]]
-
-
-class Lambda(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def there_and_back(x: Tensor) -> Tensor:
@@ -55,25 +47,19 @@ class RowByRow(torch.autograd.Function):
         return grad @ weight.T, total
 
 
-class ByHand(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.1 * torch.randn(inputs, outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return RowByRow.apply(x, self.weight)
+def by_hand(inputs: int, outputs: int) -> nn.Module:
+    weight = nn.Parameter(0.1 * torch.randn(inputs, outputs))
+    return Net(lambda net, x: RowByRow.apply(x, net.weight), weight=weight)
 
 
-def dense(*middle: nn.Module, rows: int = 256, width: int = 512) -> Step:
-    model = nn.Sequential(nn.Linear(16, width), *middle, nn.Linear(width, 4))
+def dense(*middle: Any, rows: int = 256, width: int = 512) -> Step:
+    model = seq(nn.Linear(16, width), *middle, nn.Linear(width, 4))
     return model, (torch.randn(rows, 16), torch.randint(4, (rows,))), default_losses
 
 
-def images(*middle: nn.Module, dtype: torch.dtype = torch.float32) -> Step:
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), *middle, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
-    ).to(dtype)
-    return model, (torch.randn(16, 3, 16, 16, dtype=dtype), torch.randint(10, (16,))), default_losses
+def images(*middle: Any, dtype: torch.dtype = torch.float32) -> Step:
+    model = seq(nn.Conv2d(3, 16, 3, padding=1), *middle, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return model.to(dtype), (torch.randn(16, 3, 16, 16, dtype=dtype), torch.randint(10, (16,))), default_losses
 
 
 def example(name: str, **options: str) -> Step:
@@ -82,7 +68,7 @@ def example(name: str, **options: str) -> Step:
 
 
 def sorting() -> Step:
-    return dense(Lambda(lambda x: x.sort(1).values))
+    return dense(lambda x: x.sort(1).values)
 
 
 def masked() -> Step:
@@ -96,7 +82,7 @@ PLANTED: dict[str, tuple[Callable[[], Step], str, str]] = {
         lambda: example("slow", dtype="float64"), "custom_function", "GroupedBackwardConv2d in 2",
     ),
     "a loop over rows in a backward": (
-        lambda: dense(ByHand(64, 64), width=64), "custom_function", "RowByRow in 1",
+        lambda: dense(by_hand(64, 64), width=64), "custom_function", "RowByRow in 1",
     ),
     "a dilated convolution without a fast kernel": (
         lambda: images(nn.Conv2d(16, 16, 3, dilation=2), dtype=torch.float64), "slow_kernel",
@@ -107,9 +93,9 @@ PLANTED: dict[str, tuple[Callable[[], Step], str, str]] = {
         "convolution_backward in 1",
     ),
     "sorting": (sorting, "slow_op", "sort in 1"),
-    "changing dtypes": (lambda: dense(Lambda(there_and_back)), "casts", "_to_copy in 1"),
+    "changing dtypes": (lambda: dense(there_and_back), "casts", "_to_copy in 1"),
     "rows that count nothing": (masked, "zeros", "the gradient of 6"),
-    "changing the memory format": (lambda: images(Lambda(format_changes)), "copies", "clone in 1"),
+    "changing the memory format": (lambda: images(format_changes), "copies", "clone in 1"),
 }  # fmt: skip
 """Each planted cause: the step with it, and the kind and place of the finding that names it."""
 

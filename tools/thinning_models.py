@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
+from zoo import Net
 
 ROWS = 12
 PICKED = (1, 3, 4, 5, 7, 9, 10, 11)
@@ -41,80 +42,61 @@ class Residual(nn.Module):
         return x + self.inner(self.norm(x))
 
 
-class OutAndState(nn.Module):
+def out_and_state(width: int) -> nn.Module:
     """A block that returns a mapping, a tuple within it."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x: Any) -> dict[str, Any]:
-        x = x["out"] if isinstance(x, dict) else x
-        y = self.layer(x).tanh()
+    def forward(net: Any, x: Any) -> dict[str, Any]:
+        y = net.layer(x["out"] if isinstance(x, dict) else x).tanh()
         return {"out": y, "state": (y.square(), None, torch.arange(3))}
 
+    return Net(forward, layer=nn.Linear(width, width))
 
-class UNet(nn.Module):
+
+def unet(norm: bool = False) -> nn.Module:
     """Two scales with a skip connection: gradients of two thinnings meet."""
 
-    def __init__(self, norm: bool = False) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, stride=2, padding=1)])
-        self.up = nn.ModuleList([nn.ConvTranspose2d(8, 4, 2, stride=2), nn.ConvTranspose2d(8, 4, 1)])
-        self.head = nn.Conv2d(4, 1, 1)
-        self.norm = nn.BatchNorm2d(4) if norm else nn.Identity()
+    def forward(net: Any, x: Tensor) -> Tensor:
+        first = F.relu(net.norm(net.down[0](x)))
+        low = F.relu(net.down[1](first))
+        return net.head(F.relu(net.up[1](torch.cat([first, net.up[0](low)], 1)))).flatten(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        first = F.relu(self.norm(self.down[0](x)))
-        low = F.relu(self.down[1](first))
-        return self.head(F.relu(self.up[1](torch.cat([first, self.up[0](low)], 1)))).flatten(1)
+    down = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, stride=2, padding=1)])
+    up = nn.ModuleList([nn.ConvTranspose2d(8, 4, 2, stride=2), nn.ConvTranspose2d(8, 4, 1)])
+    return Net(forward, down=down, up=up, head=nn.Conv2d(4, 1, 1), norm=nn.BatchNorm2d(4) if norm else nn.Identity())
 
 
-class Branches(nn.Module):
+def branches() -> nn.Module:
     """Two blocks take the output of a BatchNorm: two draws, of which neither holds the other's rows, meet there."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.norm, self.leave = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(8, 3)
-        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 2) for _ in range(2))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.norm(net.enter(x)).relu()
+        return net.leave(torch.cat([layer(x).tanh().mean((2, 3)) for layer in net.layers], 1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.enter(x)).relu()
-        return self.leave(torch.cat([layer(x).tanh().mean((2, 3)) for layer in self.layers], 1))
+    parts = {"enter": nn.Conv2d(1, 4, 3), "norm": nn.BatchNorm2d(4), "leave": nn.Linear(8, 3)}
+    return Net(forward, **parts, layers=nn.ModuleList(nn.Conv2d(4, 4, 2) for _ in range(2)))
 
 
-class DenseNet(nn.Module):
+def densenet() -> nn.Module:
     """Each block takes the outputs of all blocks before it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Conv2d(1 + 2 * n, 2, 3, padding=1) for n in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for block in net.blocks:
             x = torch.cat([x, F.relu(block(x))], 1)
         return x.mean((2, 3))
 
+    return Net(forward, blocks=nn.ModuleList(nn.Conv2d(1 + 2 * n, 2, 3, padding=1) for n in range(3)))
 
-class Bottleneck(nn.Module):
+
+def bottleneck(before: int, after: int, stride: int, train: bool) -> nn.Module:
     """A ResNet's block."""
-
-    def __init__(self, before: int, after: int, stride: int, train: bool) -> None:
-        super().__init__()
-        self.convs = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(after).train(train),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(after, after, 3, 1, 1, bias=False),
-        )
-        self.skip = nn.Conv2d(before, after, 1, stride) if before != after else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.convs(x) + self.skip(x))
+    first = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after).train(train)
+    convs = nn.Sequential(*first, nn.ReLU(inplace=True), nn.Conv2d(after, after, 3, 1, 1, bias=False))
+    skip = nn.Conv2d(before, after, 1, stride) if before != after else nn.Identity()
+    return Net(lambda net, x: F.relu(net.convs(x) + net.skip(x)), convs=convs, skip=skip)
 
 
 def resnet(train: bool = False) -> nn.Module:
-    stage = nn.Sequential(Bottleneck(3, 3, 1, train), Bottleneck(3, 4, 2, train))
+    stage = nn.Sequential(bottleneck(3, 3, 1, train), bottleneck(3, 4, 2, train))
     return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), stage, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
 
 
@@ -123,28 +105,20 @@ def layers(count: int, width: int = 4, **settings: Any) -> list[nn.Module]:
     return [nn.TransformerEncoderLayer(width, 2, 2 * width, **settings) for _ in range(count)]
 
 
-class Patches(nn.Module):
+def patches() -> nn.Module:
     """Patches of an image, behind a token for its class."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.first = nn.Conv2d(1, 4, 2, 2), nn.Parameter(torch.randn(1, 1, 4))
-        self.positions = nn.Parameter(torch.randn(1, 5, 4))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.conv(x).flatten(2).transpose(1, 2)
+        return torch.cat([net.first.expand(len(x), -1, -1), x], 1) + net.positions
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x).flatten(2).transpose(1, 2)
-        return torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.positions
-
-
-class First(nn.Linear):
-    """A head at the first token."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input[:, 0])
+    first, positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 5, 4))
+    return Net(forward, conv=nn.Conv2d(1, 4, 2, 2), first=first, positions=positions)
 
 
 def vit() -> nn.Module:
-    return nn.Sequential(Patches(), *layers(2, norm_first=True, activation="gelu"), nn.LayerNorm(4), First(4, 3))
+    head = Net(lambda net, x: net.last(x[:, 0]), last=nn.Linear(4, 3))  # at the first token
+    return nn.Sequential(patches(), *layers(2, norm_first=True, activation="gelu"), nn.LayerNorm(4), head)
 
 
 class Texts(nn.Module):
@@ -167,42 +141,36 @@ class Texts(nn.Module):
         return h @ self.words.weight.T if self.causal else self.head(h[:, 0].tanh())
 
 
-class Turn(nn.Module):
+def turn() -> nn.Module:
     """Puts sequences before rows, or rows before sequences."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1)
+    return Net(lambda _, x: x.transpose(0, 1))
 
 
 def turned() -> nn.Module:
     """Sequences come first in its blocks."""
-    return nn.Sequential(nn.Linear(3, 4), Turn(), *layers(2, batch_first=False), Turn(), nn.Linear(4, 3))
+    return nn.Sequential(nn.Linear(3, 4), turn(), *layers(2, batch_first=False), turn(), nn.Linear(4, 3))
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """Blocks whose outputs are (outputs, (h, c))."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.LSTM(3, 4, batch_first=True), nn.LSTM(4, 4, batch_first=True)])
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in net.layers:
             x, (h, _) = layer(x)
-        return self.head(x[:, -1] + h[-1])
+        return net.head(x[:, -1] + h[-1])
+
+    lstms = nn.ModuleList(nn.LSTM(inputs, 4, batch_first=True) for inputs in (3, 4))
+    return Net(forward, layers=lstms, head=nn.Linear(4, 3))
 
 
-class Mixing(nn.Module):
+def mixing() -> nn.Module:
     """An MLP-Mixer's block: over tokens, then over channels."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.channels = nn.Linear(5, 5), nn.Linear(3, 3)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = x + F.gelu(net.tokens(x.transpose(1, 2))).transpose(1, 2)
+        return x + F.gelu(net.channels(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + F.gelu(self.tokens(x.transpose(1, 2))).transpose(1, 2)
-        return x + F.gelu(self.channels(x))
+    return Net(forward, tokens=nn.Linear(5, 5), channels=nn.Linear(3, 3))
 
 
 class Checkpointed(nn.Module):
@@ -239,18 +207,18 @@ def cnn(norm: bool) -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (6,)),
     "residual": (lambda: nn.Sequential(nn.Linear(5, 6), Residual(6), Residual(6), nn.Linear(6, 3)), (5,)),
-    "outputs in a mapping": (lambda: nn.Sequential(*(OutAndState(4) for _ in range(3))), (4,)),
+    "outputs in a mapping": (lambda: nn.Sequential(*(out_and_state(4) for _ in range(3))), (4,)),
     "cnn": (lambda: cnn(False), (1, 6, 6)),
     "cnn, batch norm in evaluation": (lambda: cnn(True), (1, 6, 6)),
     "resnet, batch norm in evaluation": (resnet, (1, 6, 6)),
-    "u-net": (UNet, (1, 4, 4)),
-    "densenet": (DenseNet, (1, 5, 5)),
+    "u-net": (unet, (1, 4, 4)),
+    "densenet": (densenet, (1, 5, 5)),
     "vit": (vit, (1, 4, 4)),
     "bert": (lambda: Texts(False), (5,)),
     "gpt": (lambda: Texts(True), (5,)),
     "sequence first": (turned, (5, 3)),
-    "lstm": (Recurrent, (5, 3)),
-    "mixer": (lambda: nn.Sequential(Mixing(), Mixing()), (5, 3)),
+    "lstm": (recurrent, (5, 3)),
+    "mixer": (lambda: nn.Sequential(mixing(), mixing()), (5, 3)),
     "shared blocks": (lambda: Checkpointed(Residual(5), Residual(5), times=2), (5,)),  # as in ALBERT
 }
 
@@ -291,8 +259,8 @@ TRANSFORMERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 BATCHNORM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet, batch norm in training": (lambda: resnet(train=True), (1, 6, 6)),
-    "u-net, batch norm in training": (lambda: UNet(norm=True), (1, 4, 4)),
-    "branches, batch norm in training": (Branches, (1, 5, 5)),
+    "u-net, batch norm in training": (lambda: unet(norm=True), (1, 4, 4)),
+    "branches, batch norm in training": (branches, (1, 5, 5)),
 }
 
 
@@ -434,7 +402,9 @@ def compared(
     return Outcome(off[varies] / error[varies], bias, noise, moved)
 
 
-def thinned(name: str, picked: bool, draws: int, *, shuffled: bool = True, unit: Any = "row") -> Outcome:
+def thinned(
+    name: str, picked: bool, draws: int, *, shuffled: bool = True, unit: Any = "row", keep: float = 0.5
+) -> Outcome:
     """Draws of the gradient of one of ``MODELS`` or ``BATCHNORM``, there of a batch with its rows in any order."""
     model, losses = step(name)
     numbers = torch.Generator().manual_seed(2)
@@ -446,10 +416,11 @@ def thinned(name: str, picked: bool, draws: int, *, shuffled: bool = True, unit:
         return rowprop.pick(losses(order), rows, batchnorm="rows").mean() if picked else losses(order).mean()
 
     exact = gradient(model, loss())
-    rowprop.thin(model, keep=0.5, unit=unit, generator=torch.Generator().manual_seed(1))
+    handle = rowprop.thin(model, keep=keep, unit=unit, generator=torch.Generator().manual_seed(1))
     with rowprop.watch() as report:
         gradient(model, loss())
     assert not (mixes and report.densified), report
+    assert 0 < max(kept(handle).values()) < keep + 0.2
     return compared(model, loss, exact, draws, fresh=mixes)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,32 +30,16 @@ KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_line_through_its_own_points_is_found_again():
-    # Red with a wrong slope or a wrong constant; wrong weights do not show here.
-    for a, b in itertools.product((0.0, 0.3, 2.0), (0.0, 0.01, 5.0)):
-        if a + b > 0:
-            assert line([(x, a + b * x) for x in (2, 12, 30)]) == pytest.approx((a, b))
-    assert line([(7, 3.0)]) == (3.0, 0.0)
-
-
 @pytest.mark.parametrize(
-    "points", [[(6, 1.0), (38, 2.2), (94, 9.0)], [(1, 5.0), (10, 4.0)], [(10, 1.0), (20, 8.0)]], ids=str
+    "points", [[(6, 1.0), (38, 2.2), (94, 9.0)], [(1, 5.0), (10, 4.0)], [(10, 1.0), (20, 8.0)], [(7, 3.0)]], ids=str
 )
 def test_the_fit_has_the_least_relative_error_and_neither_part_is_negative(points):
     # Red when: errors count in seconds, so that the largest K decides alone.
-    def error(a, b):
-        return sum(((a + b * x) / y - 1) ** 2 for x, y in points)
-
+    error = lambda a, b: sum(((a + b * x) / y - 1) ** 2 for x, y in points)  # noqa: E731
     a, b = line(points)
     assert a >= 0 and b >= 0
     best = error(np.arange(600)[:, None] / 100, np.arange(600) / 1000).min()  # of a grid
     assert error(a, b) <= best + 1e-9
-
-
-def test_a_cost_has_seconds_and_bytes():
-    cost = Cost.fit("sliced", [Measurement(10, 2.0, 1000), Measurement(30, 4.0, 1400)])
-    assert cost.seconds(20) == pytest.approx(3)
-    assert cost.peak_bytes(20) == 1200
 
 
 def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
@@ -149,15 +133,12 @@ def test_a_faster_way_of_another_gradient_is_named_and_not_chosen():
     # Red when the way of another gradient is chosen, hidden, or gives the other ways its break-even.
     costs = [Cost("sliced", 2.0, 0.02), Cost("recompute", 0.1, 0.001)]
     why = "the second forward draws other dropout masks, so its gradient is another one"
-    plan = make_plan(
-        costs, PlainStep(3, 2), num_rows=100, keeps=[0.25, 0.9],
-        gradients={"recompute": ("another", why), "sliced": ("by policy", "batchnorm='rows': it is a projection")},
-    )  # fmt: skip
+    policies = {"recompute": ("another", why), "sliced": ("by policy", "batchnorm='rows': it is a projection")}
+    plan = make_plan(costs, PlainStep(3, 2), num_rows=100, keeps=[0.25, 0.9], gradients=policies)
     assert [way.engine for way in plan.choices] == ["sliced", "masked"]
     assert plan.break_even_keep == pytest.approx(0.5)
-    assert {way.engine: way.gradient for way in plan.ways} == {
-        "masked": "same", "sliced": "by policy", "recompute": "another",
-    }  # fmt: skip
+    found = {way.engine: way.gradient for way in plan.ways}
+    assert found == {"masked": "same", "sliced": "by policy", "recompute": "another"}
     assert plan.reason == (
         "sliced takes 0.83 of the plain step at keep 0.25 (K = 25 of 100), the limit is 0.50: 2.50 s instead of 3.00 "
         "s, predicted; recompute takes 125 ms and is not chosen: the second forward draws other dropout masks, so its "
@@ -293,9 +274,8 @@ def test_a_plan_of_tokens_costs_the_flops_of_picks_of_tokens(attention: str, mon
 
     with count_flops() as done:
         monkeypatch.setattr("time.perf_counter", lambda: done.total_flops / 1e9)
-        result = plan(
-            model, batch, losses_fn, keep=0.25, unit="token", attention=attention, optimizer=None, rounds=3, seconds=1e6
-        )  # fmt: skip
+        options = {"unit": "token", "attention": attention, "optimizer": None, "rounds": 3, "seconds": 1e6}
+        result = plan(model, batch, losses_fn, keep=0.25, **options)
     assert [way.engine for way in result.ways] == ["masked", "sliced"]
     way = result.ways[1]
     assert (result.unit, result.num_rows, way.kept) == ("token", LABELS.numel(), kept)
@@ -304,9 +284,7 @@ def test_a_plan_of_tokens_costs_the_flops_of_picks_of_tokens(attention: str, mon
     assert way.limit == pytest.approx((forward.total_flops + backward.total_flops * kept / LABELS.numel()) / whole)
     assert way.limit < way.ratio < 1 and result.choice is way
     assert way.gradient == ("by policy" if attention == "cut" else "same")
-    assert (
-        f"sliced takes {way.ratio:.2f} of the plain step at keep 0.25 (K = {kept} of 96 tokens), the" in result.reason
-    )
+    assert f"sliced takes {way.ratio:.2f} of the plain step at keep 0.25 (K = {kept} of 96 tokens)" in result.reason
     assert "recompute left out: its second forward takes whole rows, not tokens" in result.reason
     assert ("attention='cut': keys and values of tokens that are not kept" in result.reason) == (attention == "cut")
 
@@ -406,25 +384,14 @@ def test_on_an_accelerator_every_k_warms_up_however_long_a_step_takes(monkeypatc
     assert warmups == [0, 0, 0, 1]  # for each device: the plain step by itself, then the rounds
 
 
-class Wrapped:
-    """A batch of unknown make."""
+X = torch.randn(16, 3)
+WHOLE = [  # batches that no rows are taken of
+    (SimpleNamespace(x=X), lambda m, batch: m(batch.x).square(), "a batch of unknown make"),
+    (X, lambda m, x: m(x.reshape(16, 3)).square(), "4 rows by themselves failed with RuntimeError"),
+]
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
 
-
-@pytest.mark.parametrize(
-    ("batch", "losses_fn", "why"),
-    [
-        (Wrapped(torch.randn(16, 3)), lambda m, batch: m(batch.x).square(), "a batch of unknown make"),
-        (
-            torch.randn(16, 3),
-            lambda m, x: m(x.reshape(16, 3)).square(),
-            "4 rows by themselves failed with RuntimeError",
-        ),
-    ],
-    ids=["unknown make", "fixed size"],
-)
+@pytest.mark.parametrize(("batch", "losses_fn", "why"), WHOLE, ids=["unknown make", "fixed size"])
 def test_a_model_that_cannot_run_on_fewer_rows_is_planned_without_a_second_forward(batch, losses_fn, why):
     # Red when recompute is measured all the same and so raises, or the reason does not say why it is missing.
     result = plan(nn.Linear(3, 1), batch, losses_fn, keep=0.5, rounds=1)
@@ -512,9 +479,8 @@ def test_plan_and_verify_name_the_policy_of_sliced_alike(batchnorm: str):
     verdict = rowprop.verify(model, batch, squared, keep=0.25, batchnorm=batchnorm).verdict
     assert (words in verdict) == by_policy
     gradients = {engine: ("by policy", policy) for engine, policy in policies_on(model, batchnorm).items()}
-    said = make_plan(
-        [Cost("sliced", 1, 0.09)], PlainStep(10.0, 9.0), num_rows=100, keeps=[0.1], gradients=gradients
-    ).reason
+    options = {"num_rows": 100, "keeps": [0.1], "gradients": gradients}
+    said = make_plan([Cost("sliced", 1, 0.09)], PlainStep(10.0, 9.0), **options).reason
     assert (f"sliced has the gradient of batchnorm='rows': {words}" in said) == by_policy
 
 
@@ -559,9 +525,6 @@ def test_recompute_holds_the_graph_of_the_kept_rows_only():
         ({"model": conv().requires_grad_(False)}, "without a parameter that requires a gradient"),
         ({"model": conv().to("meta")}, "a model on the device meta, which holds no numbers"),
         ({"batch": (BATCH[0].to("meta"), BATCH[1])}, "a batch on the device meta, which holds no numbers"),
-        ({"losses_fn": None}, "losses_fn=None, a NoneType, but a function was needed"),
-        ({"batchnorm": "none"}, "one of None, rows, exact was needed"),
-        ({"rounds": 0}, "plan got rounds=0 but a whole number, 1 or more, was needed"),
         ({"seconds": 0}, "plan got seconds=0 but a number above 0 was needed"),
         ({"batch": (BATCH[0][:1], BATCH[1][:1])}, "a batch of 1 row but at least 2 were needed"),
         ({"losses_fn": lambda m, b: losses_of(m, b).mean()}, "pass reduction='none' to the loss"),
@@ -595,14 +558,11 @@ def run(*arguments: str):
     return CliRunner().invoke(app, ["plan", *arguments])
 
 
-def test_the_command_prints_a_table_and_the_reason():
+def test_the_command_prints_a_table_and_the_reason_or_one_json_object():
     result = run("model_cases:with_batchnorm", "--input-shape", "8x2x8x8", "--keep", "0.5,0.25", "--rounds", "3")
     assert result.exit_code == 0, result.stderr
     for text in ("N = 8", "a step", "predicted", "measured", "recompute", "sliced", "keep 0.5"):
         assert text in result.stdout
-
-
-def test_the_command_prints_one_json_object():
     result = run("model_cases:complete", "--json", "--keep", "0.5", "--rounds", "3")
     found = json.loads(result.stdout)
     assert {"ways", "break_even_keep", "choice", "reason", "model"} <= found.keys()

@@ -27,12 +27,8 @@ from rowprop.cost.where import Modules
 from rowprop.errors import InvalidInput
 from untouched import untouched
 
-TOOLS = Path(__file__).parents[2] / "tools"
-
-
-@pytest.fixture(autouse=True)
-def _seeded(one_thread):
-    torch.manual_seed(0)
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 
 
 @cache
@@ -102,6 +98,8 @@ def test_flops_bytes_and_calls_are_the_closed_formulas_by_module_and_op():
 
 
 def test_nothing_is_left_behind():
+    with pytest.raises(InvalidInput, match=r"a function, but a torch.nn.Module was needed"):
+        profile(default_losses, (torch.ones(2),), default_losses)
     model, batch = small()
     model.insert(1, nn.Sequential(nn.BatchNorm1d(HIDDEN), nn.Dropout()))
     model[0].bias.grad = torch.ones(HIDDEN)
@@ -129,11 +127,6 @@ def test_a_compiled_model_is_counted():
     assert found.findings == []
 
 
-def test_a_function_in_place_of_a_model_is_refused():
-    with pytest.raises(InvalidInput, match=r"a function, but a torch.nn.Module was needed"):
-        profile(default_losses, (torch.ones(2),), default_losses)
-
-
 class Recording:
     """Events like the profiler's, made by hand: name, microseconds of its own, the events that it called."""
 
@@ -143,10 +136,8 @@ class Recording:
 
     def event(self, name: str, own_us: float, *children: tuple, number: int = -1, parent: object = None):
         start = self.now_us
-        made = SimpleNamespace(
-            name=name, sequence_nr=number, cpu_parent=parent, device_type=DeviceType.CPU, device_time_total=0,
-            cpu_children=[],
-        )  # fmt: skip
+        made = SimpleNamespace(name=name, sequence_nr=number, cpu_parent=parent, cpu_children=[])
+        made.device_type, made.device_time_total = DeviceType.CPU, 0
         self.now_us += own_us
         made.cpu_children += [self.event(*child[:2], *child[2:], parent=made) for child in children]
         made.time_range = SimpleNamespace(start=start, end=self.now_us)
@@ -314,11 +305,9 @@ def test_the_command_prints_tables_and_findings_and_writes_its_files(tmp_path: P
 
 def test_a_process_of_its_own_says_nothing_but_the_json():
     # The profiler's own messages come from below Python, where the runner above does not see them.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TOOLS), str(TOOLS.parent / "src")])}
-    options = ["profile_cases:sorting", "--rounds", "1", "--json"]
-    environment["PYTHONPATH"] += os.pathsep + str(TOOLS.parent / "benchmarks")
-    command = [sys.executable, "-m", "rowprop.app.cli", "profile", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    places = os.pathsep.join(str(ROOT / place) for place in ("tools", "src", "benchmarks"))
+    command = [sys.executable, "-m", "rowprop.app.cli", "profile", "profile_cases:sorting", "--rounds", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": places})
     assert all(line.startswith("rowprop: ") for line in done.stderr.splitlines())  # progress, where the work took long
     found = json.loads(done.stdout)
     assert found["model"] == "profile_cases:sorting" and found["ops"][0]["name"] == "sort"
@@ -351,8 +340,11 @@ def test_bad_input_is_one_sentence(arguments, sentence: str, tmp_path: Path, mon
 
 def test_a_disk_that_is_full_at_the_end_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch):
     # Red: torch's own export to the path: exit code 0, "is written", a file of 0 bytes and a stray .tmp.
+    def no_room(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
     (tmp_path / "kept").write_text("as it was")
-    monkeypatch.setattr("rowprop.files.os.fsync", _no_room)
+    monkeypatch.setattr("rowprop.files.os.fsync", no_room)
     result = run("model_cases:complete", "--rounds", "1", "--trace", tmp_path / "kept")
     assert result.exit_code == 2
     assert "rowprop: cannot write to" in result.stderr and "(No space left on device)" in result.stderr
@@ -366,10 +358,6 @@ def test_a_profiler_that_wrote_nothing_is_one_sentence(tmp_path: Path, monkeypat
     result = run("model_cases:complete", "--rounds", "1", "--trace", tmp_path / "trace.json")
     assert (result.exit_code, list(tmp_path.iterdir())) == (2, [])
     assert "the trace could not be written into the temporary folder" in result.stderr
-
-
-def _no_room(_: int) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_a_tick_is_told_of_the_progress():

@@ -111,13 +111,9 @@ def test_the_seconds_of_the_clock_are_summed_up_without_the_warm_up():
     assert (timing.each_s("f"), timing.each_s()) == ([5, 1, 4, 2, 9], [20, 4, 16, 8, 36])
     q1, median, q3 = np.quantile([20, 4, 16, 8, 36], [0.25, 0.5, 0.75])
     assert timing.spread() == Spread(q1, median, q3)
-    assert timing.to_dict() == {
-        "rounds": 5,
-        "f_s": {"q1": 2.0, "median": 4.0, "q3": 5.0},
-        "b_s": {"q1": 6.0, "median": 12.0, "q3": 15.0},
-        "total_s": {"q1": q1, "median": median, "q3": q3},
-        "peak_bytes": timing.peak_bytes,
-    }
+    each = {"f_s": (2.0, 4.0, 5.0), "b_s": (6.0, 12.0, 15.0), "total_s": (q1, median, q3)}
+    spreads = {name: dict(zip(("q1", "median", "q3"), found, strict=True)) for name, found in each.items()}
+    assert timing.to_dict() == {"rounds": 5, **spreads, "peak_bytes": timing.peak_bytes}
     assert Timing(({"f": 2.0},), 0).spread() == Spread(2.0, 2.0, 2.0)
 
 
@@ -151,8 +147,7 @@ def test_peak_memory_is_the_highest_moment_beyond_what_was_held():
     held = torch.zeros(1000)  # held before, so not counted
 
     def run(done):
-        a = torch.empty(1000)
-        b = torch.empty(2000)
+        a, b = torch.empty(1000), torch.empty(2000)
         del a
         c = torch.empty(500)
         held.add_(1)

@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import random
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -26,20 +28,20 @@ from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Ran
 from rowprop.oracle.judge import Yardstick
 from rowprop.oracle.results import Verification
+from sentences import refused
 from untouched import untouched
 
 aten = torch.ops.aten
 N = 8
 
 
-def vectors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def vectors(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (N, 4)) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
-    return torch.randn(N, 4, dtype=dtype), torch.randint(3, (N,))
+    return torch.randn(shape, dtype=dtype), torch.randint(3, shape[:1])
 
 
-def images() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(N, 2, 8, 8), torch.randint(3, (N,))
+def images(*shape: int) -> tuple[Tensor, Tensor]:
+    return vectors(shape=shape or (N, 2, 8, 8))
 
 
 def built(make, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -53,8 +55,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, op, change) -> None:
     monkeypatch.setattr(RULES[op], "run", lambda op, *args, **kwargs: change(right(op, *args, **kwargs)))
 
 
-def disagreeing(result: Verification) -> set[str]:
-    return {entry.name for comparison in result.comparisons for entry in comparison.errors if not entry.agrees}
+def times(factor: float):
+    return lambda out: out.like(out.values * factor)
+
+
+def disagreeing(result: Verification, place: slice = slice(None)) -> set[str]:
+    return {entry.name for comparison in result.comparisons[place] for entry in comparison.errors if not entry.agrees}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -74,7 +80,7 @@ def test_an_mlp_is_exact_at_the_kept_share_of_the_flops(dtype: torch.dtype):
 
 
 def test_a_wrong_rule_is_caught_and_the_parameters_named(monkeypatch: pytest.MonkeyPatch):
-    plant(monkeypatch, aten.threshold_backward.default, lambda out: out.like(out.values * 1.001))
+    plant(monkeypatch, aten.threshold_backward.default, times(1.001))
     result = verify(built(mlp), vectors(), losses)
     assert result.status == "disagrees" and not result.agrees
     assert disagreeing(result) == {"0.weight", "0.bias"}  # upstream of the ReLU
@@ -83,7 +89,7 @@ def test_a_wrong_rule_is_caught_and_the_parameters_named(monkeypatch: pytest.Mon
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_fits_into_json(monkeypatch: pytest.MonkeyPatch):
-    plant(monkeypatch, aten.threshold_backward.default, lambda out: out.like(out.values * math.inf))
+    plant(monkeypatch, aten.threshold_backward.default, times(math.inf))
     result = verify(built(mlp), vectors(), losses)
     assert [entry.problem for entry in result.errors] == ["not finite", "not finite", None, None]
     found = json.loads(json.dumps(result.to_dict(), allow_nan=False))
@@ -195,18 +201,16 @@ def test_attention_that_the_user_patched_is_called_and_put_back(fails: bool, mon
     # Red when: torch's own function is put back or called instead, or an error leaves the detached one in its place.
     calls: list[Any] = []
 
-    def patched(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def patched(query: Tensor, *given: Tensor, **options: Any) -> Tensor:
         calls.append(F.scaled_dot_product_attention)
         if fails and F.scaled_dot_product_attention is not patched:
             raise KeyError("no mask")
-        scaled = 3 * query  # torch's own has another gradient
-        return torch._C._nn.scaled_dot_product_attention(scaled, key, value, **options)
+        return torch._C._nn.scaled_dot_product_attention(
+            3 * query, *given, **options
+        )  # torch's own has another gradient
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", patched)
-    if fails:
-        with pytest.raises(KeyError, match="no mask"):
-            cut_verified()
-    else:
+    with pytest.raises(KeyError, match="no mask") if fails else nullcontext():
         result = cut_verified()
         assert result.status == "by design" and result.comparisons[1].agrees
     assert F.scaled_dot_product_attention is patched
@@ -215,11 +219,11 @@ def test_attention_that_the_user_patched_is_called_and_put_back(fails: bool, mon
 
 def test_a_wrong_cut_is_no_approximation(monkeypatch: pytest.MonkeyPatch):
     # Red when: any difference under attention="cut" is taken for its approximation.
-    def cut(out: Any) -> bool:
-        return type(out) is tuple and type(out[1]) is RowSlice
+    def halved(out: Any) -> Any:
+        cut = type(out) is tuple and type(out[1]) is RowSlice
+        return (out[0], times(0.5)(out[1]), out[2]) if cut else out
 
-    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    plant(monkeypatch, op, lambda out: (out[0], out[1].like(out[1].values / 2), out[2]) if cut(out) else out)
+    plant(monkeypatch, aten._scaled_dot_product_flash_attention_for_cpu_backward.default, halved)
     result = cut_verified()
     assert result.status == "disagrees" and not result.agrees
     assert disagreeing(result) >= {"qkv.0.weight", "qkv.1.weight"}
@@ -237,7 +241,7 @@ def test_cut_products_are_named_and_the_other_rules_compared(monkeypatch: pytest
     assert result.status == "by design" and result.cut == {"bmm": 4}
     assert [c.conditions for c in result.comparisons] == ["as it is", "attention='exact', as it is"]
     assert "not compared, as the losses are not of sequences in scaled_dot_product_attention" in result.verdict
-    plant(monkeypatch, aten.tanh_backward.default, lambda out: out.like(out.values * 1.001))
+    plant(monkeypatch, aten.tanh_backward.default, times(1.001))
     assert not cut_verified("products").agrees
 
 
@@ -280,14 +284,11 @@ def test_exact_batchnorm_is_exact_and_names_where_it_densified():
 @pytest.mark.parametrize("op", [aten.convolution_backward.default, aten.threshold_backward.default])
 def test_a_wrong_rule_upstream_of_batchnorm_is_not_taken_for_its_approximation(op, monkeypatch: pytest.MonkeyPatch):
     # Red when: verify compares only batchnorm="exact", under which nothing upstream is sliced.
-    def change(out):
-        return (out[0], out[1] * 1.01, out[2]) if isinstance(out, tuple) else out.like(out.values * 1.01)
-
-    plant(monkeypatch, op, change)
+    plant(monkeypatch, op, lambda out: (out[0], out[1] * 1.01, out[2]) if type(out) is tuple else times(1.01)(out))
     result = verify(built(with_batchnorm), images(), losses, batchnorm="rows")
     assert result.status == "disagrees"
     assert "with BatchNorm's statistics held constant: worst " in result.verdict
-    named = {entry.name for entry in result.comparisons[1].errors if not entry.agrees}
+    named = disagreeing(result, slice(1, 2))
     assert named >= ({"3.weight"} if op is aten.convolution_backward.default else {"0.weight", "1.weight"})
     assert "6.weight" not in named
 
@@ -297,19 +298,18 @@ def test_instance_norm_is_no_batch_statistic_and_a_wrong_rule_of_it_no_approxima
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Flatten(), nn.Linear(144, 3))
     result = verify(model, images(), losses)
     assert result.status == "exact" and result.densified == []
-    op = aten.native_batch_norm_backward.default
-    right = RULES[op].run
+    rule = RULES[aten.native_batch_norm_backward.default]
 
-    def wrong(op, g, *args):
+    def wrong(op, g, *args, right=rule.run):
         out = right(op, g, *args)
         per_row, training = g.dim == 1, args[6]
-        return (out[0].like(1.01 * out[0].values), *out[1:]) if per_row and training else out
+        return (times(1.01)(out[0]), *out[1:]) if per_row and training else out
 
-    monkeypatch.setattr(RULES[op], "run", wrong)
+    monkeypatch.setattr(rule, "run", wrong)
     model = built(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4), *with_batchnorm()[1:]))
     result = verify(model, images(), losses, batchnorm="rows")
     assert result.status == "disagrees"
-    assert "0.weight" in {entry.name for entry in result.comparisons[1].errors if not entry.agrees}
+    assert "0.weight" in disagreeing(result, slice(1, 2))
 
 
 NORMS = ["1.running_mean", "1.running_var", "4.running_mean", "4.running_var"]
@@ -330,18 +330,13 @@ def test_recompute_differs_by_design_where_rows_meet_or_noise_is_drawn(make, bat
     assert result.flops_ratio == 0.25
 
 
-def test_recompute_disagrees_where_rows_mix():
+def test_recompute_disagrees_where_rows_mix_and_has_nothing_to_compare_with_where_evaluation_is_noisy():
     result = verify(built(Sorting), vectors(), losses, engine="recompute")
     assert result.status == "disagrees"
     assert "each row's loss should depend on that row alone" in result.verdict
 
-
-def test_noise_in_evaluation_mode_leaves_nothing_to_compare():
-    class Noisy(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(F.dropout(x, 0.5, training=True))
-
-    result = verify(Noisy(4, 3), vectors(), losses, engine="recompute")
+    noisy = lambda model, batch: losses(lambda x: model(F.dropout(x, 0.5)), batch)  # noqa: E731
+    result = verify(nn.Linear(4, 3), vectors(), noisy, engine="recompute")
     assert result.status == "by design" and "in evaluation mode too" in result.verdict
     assert len(result.comparisons) == 1 and "all parameters" not in result.verdict
 
@@ -370,9 +365,7 @@ class Own(nn.Linear):
 
 
 def test_an_op_outside_of_modules_or_in_the_models_own_forward_has_its_place():
-    def sorted_losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return losses(model, batch).sort(dim=0).values
-
+    sorted_losses = lambda model, batch: losses(model, batch).sort(dim=0).values  # noqa: E731
     assert [p.module for p in verify(Own(4, 3), vectors(), losses).densified] == ["Own"]
     assert [p.module for p in verify(mlp(), vectors(), sorted_losses).densified] == ["losses_fn"]
 
@@ -438,10 +431,7 @@ def test_a_parameter_that_disagrees_comes_before_one_with_a_larger_error_that_is
 
 
 def test_the_tolerance_is_that_of_the_coarsest_dtype():
-    def in_bfloat16(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return losses(model, batch)
-
+    in_bfloat16 = torch.autocast("cpu", torch.bfloat16)(losses)
     result = verify(built(mlp), vectors(), in_bfloat16)
     assert (result.dtype, result.tolerance, result.status) == ("bfloat16", 5e-2, "exact")
     assert verify(built(mlp), vectors(), losses, tolerance=3e-4).tolerance == 3e-4
@@ -455,32 +445,15 @@ def test_steps_inside_autocast_see_the_parameters_as_they_are():
     assert result.drawn and result.zero_gradients == []
 
 
-def test_sparse_and_absent_gradients():
-    class Embeds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 3, sparse=True)
-            self.unused = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.table(x).sum(1)
-
-    batch = torch.randint(5, (N, 4)), torch.randint(3, (N,))
-    result = verify(Embeds(), batch, losses)
-    assert result.status == "exact" and [entry.name for entry in result.errors] == ["table.weight"]
-
-
-def test_complex_parameters_are_compared_whole():
+def test_sparse_absent_and_complex_gradients():
     # Red when: the cosine leaves the imaginary parts out (torch warns).
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x.to(torch.complex64) @ self.weight).abs()
-
-    result = verify(Complex(), vectors(), losses)
+    model = nn.ModuleDict({"table": nn.Embedding(5, 3, sparse=True), "unused": nn.Linear(2, 2)})
+    batch = torch.randint(5, (N, 4)), torch.randint(3, (N,))
+    result = verify(model, batch, lambda model, batch: losses(lambda x: model["table"](x).sum(1), batch))
+    assert result.status == "exact" and [entry.name for entry in result.errors] == ["table.weight"]
+    model = nn.ParameterDict({"weight": torch.randn(4, 3, dtype=torch.complex64)})
+    product = lambda x: (x.to(torch.complex64) @ model["weight"]).abs()  # noqa: E731
+    result = verify(model, vectors(), lambda model, batch: losses(product, batch))
     assert (result.status, result.cosine) == ("exact", pytest.approx(1))
 
 
@@ -492,21 +465,18 @@ def test_everything_is_as_before(engine: str, batchnorm):
     model[0].weight.grad = torch.ones_like(model[0].weight)
     batch[0].requires_grad_().grad = torch.full_like(batch[0], 2)
 
-    def turning(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def turning(model: nn.Module, batch: tuple[Tensor, Tensor], fails: bool = False) -> Tensor:
         result = losses(model, batch)
         model.eval()
-        model[4].running_mean = torch.zeros(4)
+        model[4].running_mean = torch.rand(4) if fails else torch.zeros(4)
+        if fails:
+            raise KeyError("a column is missing")
         return result
-
-    def failing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        torch.rand(1)
-        turning(model, batch)
-        raise KeyError("a column is missing")
 
     with untouched(model, batch[0]):
         verify(model, batch, turning, engine=engine, batchnorm=batchnorm)
         with pytest.raises(KeyError, match="a column is missing"):
-            verify(model, batch, failing, engine=engine, batchnorm=batchnorm)
+            verify(model, batch, partial(turning, fails=True), engine=engine, batchnorm=batchnorm)
 
 
 def test_the_state_that_an_engine_leaves_is_compared(monkeypatch: pytest.MonkeyPatch):
@@ -545,20 +515,16 @@ def test_a_gradient_that_is_not_reproducible_is_refused():
 
 def test_rounding_of_terms_that_cancel_is_no_disagreement():
     # Attention does not depend on the bias of its keys. The gradient of this bias is rounding and nothing else.
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-            self.out = nn.Linear(8, 3)
+    def attended(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        query, key, value = (model[name](batch[0]) for name in ("query", "key", "value"))
+        scores = query @ key.mT / 8**0.5  # torch's own kernels round otherwise in each version
+        return losses(lambda _: model["out"]((scores.softmax(-1) @ value).mean(1)), batch)
 
-        def forward(self, x: Tensor) -> Tensor:
-            scores = self.query(x) @ self.key(x).mT / 8**0.5  # torch's own kernels round otherwise in each version
-            return self.out((scores.softmax(-1) @ self.value(x)).mean(1))
-
-    model = built(Attention)
+    widths = {"query": 8, "key": 8, "value": 8, "out": 3}
+    model = built(lambda: nn.ModuleDict({name: nn.Linear(8, width) for name, width in widths.items()}))
     batch = 5 * torch.randn(64, 16, 8), torch.randint(3, (64,))
-    rounding = verify(model, batch, losses).errors[0].error  # it depends on the CPU's kernels
-    result = verify(model, batch, losses, tolerance=0.9 * rounding)
+    rounding = verify(model, batch, attended).errors[0].error  # it depends on the CPU's kernels
+    result = verify(model, batch, attended, tolerance=0.9 * rounding)
     bias = result.errors[0]
     assert (bias.name, result.status) == ("key.bias", "exact")
     assert result.tolerance < bias.error <= bias.allowed
@@ -571,9 +537,7 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
         convolutions = [nn.Conv2d(2, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16)]
         return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
 
-    model = built(make)
-    torch.manual_seed(1)
-    result = verify(model, (torch.randn(32, 2, 24, 24), torch.randint(3, (32,))), losses, batchnorm="rows")
+    result = verify(built(make), images(32, 2, 24, 24), losses, batchnorm="rows")
     assert result.status == "by design"
     allowed = {entry.name: entry.allowed for entry in result.errors}
     assert max(allowed["0.bias"], allowed["3.bias"]) > 1e-3  # ten times a rounding of more than 1e-4
@@ -589,25 +553,18 @@ def rooted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     ("change", "sentence"),
     [
         ({"model": losses}, "a function, but a torch.nn.Module was needed"),
-        ({"engine": "masked"}, "verify got engine='masked' but one of sliced, recompute was needed"),
         ({"batchnorm": "none"}, "verify got batchnorm='none' but one of None, rows, exact was needed"),
-        ({"attention": "causal"}, "verify got attention='causal' but one of exact, cut was needed"),
-        ({"unit": "word"}, "verify got unit='word' but one of row, token was needed"),
         ({"model": mlp().requires_grad_(False)}, "verify got a model without a parameter that requires a gradient"),
         ({"model": mlp().to("meta")}, "verify got a model on the device meta, which holds no numbers to compute with"),
         ({"batch": (torch.zeros(8, 4, device="meta"), torch.zeros(8))}, "verify got a batch on the device meta"),
-        ({"losses_fn": "mean"}, "verify got losses_fn='mean', a str, but a function was needed"),
-        ({"keep": "a"}, "verify got keep='a' but a fraction in (0, 1) was needed"),
-        ({"rows": [0, 1]}, "verify got rows=[0, 1] but row indices were needed"),
         ({"seed": 1.5}, "verify got seed=1.5 but a whole number of at most 64 bits was needed"),
-        ({"tolerance": "small"}, "verify got tolerance='small' but a positive number was needed"),
         ({"keep": 1.0}, "verify got keep=1.0 but a fraction in (0, 1) was needed"),
         ({"keep": 0.99}, "verify would keep all 8 rows of the batch"),
         ({"rows": torch.tensor([1, 1])}, "verify got rows that repeat or are outside 0 to 7"),
         ({"rows": torch.tensor([8])}, "verify got rows that repeat or are outside 0 to 7"),
         (
-            {"rows": torch.tensor([0.5])},
-            "got rows=<tensor of shape (1,), torch.float32> but row indices were needed: a tensor (K,), int64",
+            {"rows": torch.ones(1)},
+            "rows=<tensor of shape (1,), torch.float32> but row indices were needed: a tensor (K,)",
         ),
         ({"tolerance": 0.0}, "verify got tolerance=0.0"),
         ({"losses_fn": lambda model, batch: losses(model, batch).mean()}, "pass reduction='none' to the loss"),
@@ -619,26 +576,17 @@ def rooted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     ],
 )
 def test_an_argument_that_cannot_be_verified_is_refused_in_one_sentence(change: dict[str, object], sentence: str):
-    arguments = {"model": mlp(), "batch": vectors(), "losses_fn": losses} | change
-    with pytest.raises(InvalidInput) as caught:
-        verify(**arguments)
-    assert sentence in str(caught.value)
+    with refused(sentence):
+        verify(**{"model": mlp(), "batch": vectors(), "losses_fn": losses} | change)
 
 
 def test_a_tick_is_told_of_each_step():
     # Red: `self.run += 1` left out (fractions stay 0). Each step of these engines calls losses_fn once.
     ticks: list[tuple[str, float]] = []
     calls: list[int] = []
-    model, batch = nn.Linear(4, 1), torch.randn(8, 4)
-
-    def losses_fn(model, batch):
-        calls.append(1)
-        return model(batch).square()
-
-    verify(model, batch, losses_fn, tick=lambda line, fraction: ticks.append((line, fraction)))
-    fractions = [fraction for _, fraction in ticks]
-    assert len(ticks) == len(calls) == 4
-    assert fractions == [0, 1 / 5, 2 / 5, 3 / 5]
+    losses_fn = lambda model, batch: calls.append(1) or model(batch).square()  # noqa: E731
+    verify(nn.Linear(4, 1), torch.randn(8, 4), losses_fn, tick=lambda *told: ticks.append(told))
+    assert len(calls) == 4 and [fraction for _, fraction in ticks] == [0, 1 / 5, 2 / 5, 3 / 5]
     assert ticks[0][0] == "step 1, engine masked" and ticks[1][0].endswith(" s in all")
 
 
@@ -647,7 +595,7 @@ def test_a_zero_head_is_drawn_anew_so_that_a_wrong_rule_below_it_shows(monkeypat
     model, batch = built(with_zero_head), vectors()
     with untouched(model):
         right = verify(model, batch, losses)
-        plant(monkeypatch, aten.threshold_backward.default, lambda out: out.like(out.values * 2))
+        plant(monkeypatch, aten.threshold_backward.default, times(2))
         wrong = verify(model, batch, losses)
     assert right.status == "exact"
     assert (right.drawn, right.zero_gradients) == (["2.weight", "2.bias"], [])

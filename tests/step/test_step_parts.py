@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rowprop.distributed import Share
 from rowprop.errors import InvalidInput
-from rowprop.history import LossHistory, PruningSampler
 from rowprop.integrations.shared import losses_of_rows
 from rowprop.scoring import Scored
-from rowprop.selection import Context, LossMass, OverAll, Selection, Threshold, TopK
+from rowprop.selection import AboveMean, Context, LossMass, OverAll, Selection, Threshold, TopK
 from rowprop.step import SelectiveBackprop
-from rowprop.step.selective import Scores, mean_loss, mean_over_ranks, select_finite, widened, within_quota
+from rowprop.step.selective import mean_over_ranks, select_finite, widened
 from sentences import refused
 from step_cases import ENGINES, a_batch, assert_gradients_equal, backpropagated, regression, shift_step, squared
 
@@ -57,59 +55,48 @@ def fewest(scores: list[float], share: float) -> list[int]:
     return hardest(scores, count)
 
 
-def test_error_refuses_each_pattern_with_a_nonfinite_row_and_passes_on_the_others():
-    # Red when: an infinity or a -infinity passes, or the rows in the sentence are the finite ones.
-    step = a_step(nonfinite="error")
-    for scores in PATTERNS:
-        bad, asked = [row for row in range(4) if row not in finite_rows(scores)], Asked(TopK(0.5))
-        if not bad:
-            chosen = select_finite(step, asked, scores, Context(ids=IDS))
-            assert chosen.rows.tolist() == hardest(scores.tolist(), 2) and asked.ids == [IDS.tolist()]
+def above_mean(scores: list[float]) -> list[int]:
+    return [row for row, score in enumerate(scores) if score > sum(scores) / len(scores)] or list(range(len(scores)))
+
+
+CHOICES = {  # the rows that a selector takes of finite scores, in plain Python
+    TopK(0.5): lambda scores: hardest(scores, math.ceil(len(scores) / 2)),
+    TopK(1.0): lambda scores: list(range(len(scores))),
+    LossMass(0.6): lambda scores: fewest(scores, 0.6),
+    AboveMean(): above_mean,
+}
+
+
+@pytest.mark.usefixtures("as_host")
+@pytest.mark.parametrize("nonfinite", ["error", "drop", "keep"])
+@pytest.mark.parametrize("selector", CHOICES, ids=repr)
+def test_each_policy_chooses_by_its_word_in_each_pattern_of_losses(engine, selector, nonfinite):
+    # Red when: an infinity passes "error", or the rows in its sentence are the finite ones; places among the finite
+    # rows are taken for rows, weights are 1/N, loss_all has the dropped rows, or the context is that of all rows; NaN
+    # or -infinity ranks last under "keep", or the finite rows lose their order; there a selector that needs finite
+    # scores (AboveMean) sees an infinity, or the other rows are left out, or replace the chosen ones.
+    for losses in PATTERNS if engine == "masked" else PATTERNS[::7]:
+        finite, asked = finite_rows(losses), Asked(selector)
+        other, step = sorted({*range(4)} - {*finite}), shift_step(asked, engine=engine, nonfinite=nonfinite)
+        if (other and nonfinite == "error") or (not finite and nonfinite == "drop"):
+            few = f"{len(other)} of 4 rows ... (rows {str(other)[1:-1]}); ... nonfinite='drop' or 'keep'."
+            with refused(few if nonfinite == "error" else "All 4 rows have a NaN or infinite loss or score; look at"):
+                step(losses, ids=IDS)
+            assert asked.scores == []
             continue
-        with refused(f"{len(bad)} of 4 rows ... (rows {str(bad)[1:-1]}); ... nonfinite='drop' or 'keep'."):
-            select_finite(step, asked, scores, Context(ids=IDS))
-        assert asked.scores == []
-
-
-@pytest.mark.parametrize("keep", [0.5, 1.0])
-def test_drop_selects_among_the_finite_rows_of_each_pattern(keep):
-    # Red when: places among the finite rows are taken for rows, weights are 1/N, or the context is that of all rows.
-    step = a_step(nonfinite="drop")
-    for scores in PATTERNS:
-        rows, asked = finite_rows(scores), Asked(TopK(keep))
-        if not rows:
-            with refused("All 4 rows have a NaN or infinite loss or score; look at the data"):
-                select_finite(step, asked, scores, Context(ids=IDS))
-            continue
-        chosen = select_finite(step, asked, scores, Context(ids=IDS))
-        places = hardest([scores[row].item() for row in rows], math.ceil(keep * len(rows)))
-        expected = [rows[place] for place in places]
-        assert chosen.rows.tolist() == expected and chosen.num_rows == 4 and chosen.even
-        assert chosen.weights.tolist() == pytest.approx([1 / len(expected)] * len(expected))
-        assert asked.ids == [IDS[rows].tolist()]
-
-
-def test_keep_with_a_selector_that_ranks_puts_the_nonfinite_rows_of_each_pattern_first():
-    # Red when: NaN or -infinity ranks last, or the finite rows lose their order.
-    step = a_step(nonfinite="keep")
-    for scores in PATTERNS:
-        asked = Asked(TopK(0.5))
-        chosen = select_finite(step, asked, scores, Context(ids=IDS))
-        ranked = [score if math.isfinite(score) else math.inf for score in scores.tolist()]
-        assert chosen.rows.tolist() == hardest(ranked, 2) and asked.scores == [ranked] and asked.ids == [IDS.tolist()]
-
-
-def test_keep_with_a_selector_that_needs_finite_scores_adds_the_nonfinite_rows_of_each_pattern():
-    # Red when: the rows that are not finite are left out, replace the chosen ones, or the weights are those of a part.
-    step = a_step(nonfinite="keep")
-    for scores in PATTERNS:
-        rows, asked = finite_rows(scores), Asked(LossMass(0.6))
-        chosen = select_finite(step, asked, scores, Context(ids=IDS))
-        among = [rows[place] for place in fewest([scores[row].item() for row in rows], 0.6)] if rows else []
-        expected = sorted({*among, *(set(range(4)) - set(rows))})
-        assert chosen.rows.tolist() == expected and chosen.even
-        assert chosen.weights.tolist() == pytest.approx([1 / len(expected)] * len(expected))
-        assert asked.ids == ([IDS[rows].tolist()] if rows else [])
+        among = list(range(4)) if nonfinite == "keep" and isinstance(selector, TopK) else finite
+        values = [losses[row].item() if row in finite else math.inf for row in among]
+        rows = {among[place] for place in CHOICES[selector](values)} if among else set()
+        rows = sorted(rows | {*other} if nonfinite == "keep" and among is finite else rows)
+        loss, record = step(losses, ids=IDS)
+        chosen = record.selection
+        assert chosen.rows.tolist() == rows and chosen.num_rows == 4 and chosen.even
+        assert chosen.weights.tolist() == pytest.approx([1 / len(rows)] * len(rows))
+        torch.testing.assert_close(loss.detach(), losses[rows].mean(), equal_nan=True)
+        counted = losses[finite] if nonfinite == "drop" else losses
+        torch.testing.assert_close(record.loss_all, counted.mean(), equal_nan=True)
+        whole = selector == TopK(1.0)  # which is not asked, as it keeps every row
+        assert whole or (asked.ids, asked.scores) == (([IDS[among].tolist()], [values]) if among else ([], []))
 
 
 def test_keep_passes_on_every_other_refusal_of_a_selector():
@@ -121,19 +108,6 @@ def test_keep_passes_on_every_other_refusal_of_a_selector():
 
     with refused("not today"):
         select_finite(a_step(nonfinite="keep"), refusing, torch.tensor([1.0, math.nan]), Context())
-
-
-@pytest.mark.parametrize("kind", ["error", "drop", "keep"])
-def test_the_mean_is_that_of_the_rows_to_choose_among(kind):
-    # Red when: the mean under "drop" is over all rows, or has a row whose loss is finite and whose score is not.
-    step = a_step(nonfinite=kind)
-    for losses in PATTERNS:
-        finite = losses.isfinite() & torch.tensor([True, True, False, True])
-        counted = losses[finite] if kind == "drop" else losses
-        mean = mean_loss(step, losses.bfloat16(), finite)
-        torch.testing.assert_close(mean, counted.sum() / len(counted), equal_nan=True)
-        assert mean.dtype == torch.float32
-        assert math.isnan(mean_loss(step, None, finite))
 
 
 def test_a_rank_without_a_row_to_choose_among_is_named_where_rows_are_dropped():
@@ -200,63 +174,6 @@ def test_rows_that_go_along_leave_the_gradient_of_the_selection(engine, selector
     assert torch.equal(record.selection.weights, chosen.weights)
     torch.testing.assert_close(loss, expected)
     assert_gradients_equal(model, plain)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("target", [1, 5, 8])
-def test_ranks_contribute_exactly_b_rows_in_their_order(world, target):
-    # Red when: surplus rows are carried over, cut from the first ranks, or the weights are scaled by the rows left.
-    generator = torch.Generator().manual_seed(world * 10 + target)
-    step, pending, given_rows, steps = a_step(accumulate_to=target), 0, [], 0
-    for batch in range(60):
-        counts = tuple(torch.randint(4, (world,), generator=generator).tolist())
-        offered = [(batch, rank, row) for rank in range(world) for row in range(counts[rank])]
-        taken = offered[: target - len(given_rows)]
-        given_rows += taken
-        for rank in range(world):
-            # Averaged over the ranks, these weights make each kept row count 1 / sum(K).
-            weights = torch.full((counts[rank],), world / max(1, sum(counts)))
-            selection = Selection(torch.arange(counts[rank]) * 2, weights, 8)
-            cut, within = within_quota(step, Share(selection, counts, True, rank), pending)
-            expected = [2 * row for _, of, row in taken if of == rank]
-            assert cut.rows.tolist() == expected and cut.num_rows == 8
-            assert cut.weights.tolist() == pytest.approx([world / target] * len(expected))
-            assert within == tuple(sum(of == other for _, of, _ in taken) for other in range(world))
-        pending += len(taken)
-        assert pending == len(given_rows)
-        if pending == target:
-            pending, given_rows, steps = 0, [], steps + 1
-    assert steps > 5
-
-
-def test_rows_are_counted_as_trained_in_the_epoch_of_the_sampler_they_belong_to():
-    # Red when: the mark goes on into the next epoch, a batch that is given twice counts twice, an earlier batch sets
-    # the mark back, or the mark is lost with a saved state.
-    scores, chosen = torch.tensor([5.0, 6.0, 7.0, 8.0]), Selection.mean(torch.tensor([0, 2]), 4)
-
-    def made():
-        step = a_step(history=PruningSampler(LossHistory(8), num_rows=8, epochs=2))
-        return step, torch.tensor(list(step.sampler))
-
-    def note(step, ids):
-        step._remember(chosen, Scores(scores, scores, None, Context(ids=ids)), scores[:2])
-        return step._rows_trained(), step.progress
-
-    step, order = made()
-    assert (step._rows_trained(), step.progress) == (0, 0)
-    for _ in range(2):
-        assert note(step, order[:4]) == (4, 0.25)
-    for ids in (order[4:], order[:4]):
-        assert note(step, ids) == (8, 0.5)
-    assert step.history.count_of(order).tolist() == [3, 0, 3, 0, 1, 0, 1, 0]
-    order = torch.tensor(list(step.sampler))
-    assert note(step, order[:4]) == (4, 0.5 + 4 / len(order) / 2)
-
-    (half, order), (resumed, _) = made(), made()
-    note(half, order[:4])
-    resumed.load_state_dict(half.state_dict())
-    assert (resumed._rows_trained(), resumed.progress) == (4, 0.25) and list(resumed.sampler) == order[4:].tolist()
-    assert note(resumed, order[:4]) == (4, 0.25) and note(resumed, order[4:]) == (8, 0.5)
 
 
 def test_adapters_give_each_row_the_mean_of_its_places():

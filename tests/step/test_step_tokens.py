@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accelerator import Waits
+from killed import seeded
 from rowprop import ImportanceSampling, RandomRows, Selection, SelectiveBackprop, TopK, pick, recipes, watch
 from rowprop.cost.flops import count_flops
 from rowprop.distributed import Global, Local
@@ -26,7 +27,7 @@ from step_cases import Shift, assert_resumes, given_losses
 from token_models import IDS, LABELS, MASKS, Decoder, N, T, cut_attention, largest_difference
 
 BATCH = {"ids": IDS, "labels": LABELS}
-ANSWERS = torch.rand(N, T, generator=torch.Generator().manual_seed(5)) < 0.6  # the tokens that count
+ANSWERS = torch.rand(N, T, generator=seeded(5)) < 0.6  # the tokens that count
 NONE = torch.zeros(N, T, dtype=torch.bool)
 
 
@@ -47,13 +48,13 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 def dense_loss(losses: Tensor, counted: Tensor, selector: Any) -> tuple[Tensor, Tensor, Selection]:
     """The loss of a plain loop, the flat places that it keeps, and the selection among the tokens that count."""
-    chosen = selector(losses.detach()[counted], Context(generator=torch.Generator().manual_seed(3)))
+    chosen = selector(losses.detach()[counted], Context(generator=seeded(3)))
     places = torch.arange(counted.numel()).view(counted.shape)[counted]
     return (losses[counted][chosen.rows] * chosen.weights).sum(), places[chosen.rows], chosen
 
 
 def token_step(selector: Any, model: Any = None, losses_fn: Any = token_losses, **options: Any) -> SelectiveBackprop:
-    options = {"engine": "sliced", "generator": torch.Generator().manual_seed(3), "unit": "token"} | options
+    options = {"engine": "sliced", "generator": seeded(3), "unit": "token"} | options
     return SelectiveBackprop(Decoder(False) if model is None else model, losses_fn, selector, **options)
 
 
@@ -82,9 +83,8 @@ def test_selection_and_gradient_are_those_of_a_plain_loop(engine: str, mask: str
     assert torch.equal(record.selection.rows, places) and record.selection.num_rows == N * T
     assert (record.selection.even, record.selection.unbiased) == (plain.even, plain.unbiased)
     assert (record.num_kept, record.num_rows) == (len(places), int(counted.sum()))
-    assert record.reason.startswith("the whole batch: the selector keeps every token") == isinstance(
-        selector, Everything
-    )
+    whole = record.reason.startswith("the whole batch: the selector keeps every token")
+    assert whole == isinstance(selector, Everything)
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(record.loss_all, losses.detach()[counted].mean(), rtol=1e-12, atol=0)
     assert largest_difference(ours, gradients(step.model, expected)) < 1e-12
@@ -122,9 +122,7 @@ def test_the_backward_of_a_step_costs_what_a_pick_of_its_tokens_costs():
 @pytest.mark.parametrize("rubbish", [1e4, -1e4, math.nan, math.inf])
 def test_tokens_that_do_not_count_have_no_influence(engine: str, rubbish: float):
     # Red when: K, loss_all, the selector or the check for finite losses sees them.
-    def spoilt(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return torch.where(ANSWERS, token_losses(model, batch), rubbish)
-
+    spoilt = lambda model, batch: torch.where(ANSWERS, token_losses(model, batch), rubbish)  # noqa: E731
     found = []
     for losses_fn in (token_losses, spoilt):
         step = token_step(LossMass(0.5), losses_fn=losses_fn, engine=engine)
@@ -234,7 +232,7 @@ def test_a_schedule_says_which_batches_train_all_tokens_that_count_and_how_many(
 
 def test_scores_beside_the_losses_and_scores_of_a_scorer_are_of_tokens():
     # Red when: scores are averaged per row, the losses are taken instead, or the scores are those of other tokens.
-    scores = torch.randperm(N * T, generator=torch.Generator().manual_seed(7)).double().view(N, T)
+    scores = torch.randperm(N * T, generator=seeded(7)).double().view(N, T)
     beside = token_step(TopK(0.5), losses_fn=lambda model, batch: Scored(token_losses(model, batch), scores))
     scorer = token_step(TopK(0.5), scorer=lambda model, batch: scores)
     expected = highest(scores, 0.5)
@@ -248,7 +246,7 @@ def test_scores_beside_the_losses_and_scores_of_a_scorer_are_of_tokens():
 @pytest.mark.parametrize("shape", [(24,), (2, 3, 4), (2, 12)])
 def test_losses_of_any_shape_are_of_tokens(shape: tuple[int, ...]):
     # Red when: the first dimension is the only one that is flattened, e.g. of pixels, or of sequences without padding.
-    losses = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    losses = torch.rand(shape, generator=seeded(1))
     counted = losses < 0.8
     record = given_step(TopK(0.5))(losses, counted=counted)[1]
     hardest = torch.where(counted, losses, -1).flatten().topk(math.ceil(int(counted.sum()) / 2)).indices
@@ -265,7 +263,7 @@ def other_model() -> nn.Module:
     other = Decoder(False)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4)), alpha=0.05)
+            parameter.add_(torch.randn(parameter.shape, generator=seeded(4)), alpha=0.05)
     return nn.Sequential(other, nn.Dropout(0.5))  # which evaluation mode turns off
 
 
@@ -325,7 +323,7 @@ OF_ROWS: dict[str, Callable[..., SelectiveBackprop]] = {
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_recipes_for_rows_choose_among_tokens_where_they_are_asked_to(name: str):
     # Red when: a recipe keeps its unit to itself, or weighs tokens as their rows.
-    options: dict[str, Any] = {"engine": "sliced", "unit": "token", "generator": torch.Generator().manual_seed(1)}
+    options: dict[str, Any] = {"engine": "sliced", "unit": "token", "generator": seeded(1)}
     step = OF_ROWS[name](Decoder(False), token_losses, **options)
     for _ in range(2):
         loss, record = step(BATCH, 0, counted=ANSWERS, progress=0.6)
@@ -343,17 +341,14 @@ def test_recipes_for_rows_choose_among_tokens_where_they_are_asked_to(name: str)
 def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine: str, recipe: str):
     # Red when: step, contributed or the generator is left out of state_dict.
     def made() -> SelectiveBackprop:
-        model, options = Decoder(False), {"engine": engine, "generator": torch.Generator().manual_seed(3), "keep": 0.3}
+        model, options = Decoder(False), {"engine": engine, "generator": seeded(3), "keep": 0.3}
         if recipe == "random":
             return recipes.random(model, token_losses, unit="token", accumulate_to=50, **options)
         if recipe == "rho1":
             return recipes.rho1(model, token_losses, reference=other_model(), accumulate_to=50, **options)
         return recipes.high_entropy_tokens(model, losses_and_entropies, **options)
 
-    def call(step: SelectiveBackprop, number: int) -> Any:
-        return step(BATCH, counted=torch.rand(N, T, generator=torch.Generator().manual_seed(number)) < 0.7)
-
-    assert_resumes(made, call)
+    assert_resumes(made, lambda step, number: step(BATCH, counted=torch.rand(N, T, generator=seeded(number)) < 0.7))
 
 
 SIX = torch.rand(2, 3)
@@ -361,6 +356,11 @@ SIX = torch.rand(2, 3)
 
 def halved(losses: Any = SIX, counted: Any = None, ids: Any = None, **options: Any) -> object:
     return given_step(TopK(0.5), **options)(losses, counted=counted, ids=ids)
+
+
+def flat(ids: Tensor) -> object:
+    """A selector that does not look at the context."""
+    return token_step(lambda s, c: TopK(0.5)(s), Shift(), lambda m, b: m(b).flatten())(SIX, ids=ids)
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
@@ -372,14 +372,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(halved, counted=[True]), "counted=[True], a list, but a bool mask of the shape of the losses was needed"),
     (partial(halved, counted=torch.ones(2, 4) > 0), "shape (2, 3) ... shape (2, 4), as counted ... cut all alike."),
     (partial(halved, SIX.mean()), "losses_fn returned a tensor of shape () ... pass reduction='none' to the loss."),
-    (
-        partial(halved, scorer=lambda model, batch: batch.sum(1)),
-        "losses_fn returned a tensor of shape (2, 3) ... one number per token was needed, shape (2,)",
-    ),
-    (  # also where the selector does not look at the context
-        lambda: token_step(lambda s, c: TopK(0.5)(s), Shift(), lambda m, b: m(b).flatten())(SIX, ids=torch.arange(2)),
-        "ids came as a tensor of shape (2,) ... int64 of shape (6,)",
-    ),
+    (partial(halved, scorer=lambda model, batch: batch.sum(1)), "one number per token was needed, shape (2,)"),
+    (partial(flat, ids=torch.arange(2)), "ids came as a tensor of shape (2,) ... int64 of shape (6,)"),
 ]
 
 

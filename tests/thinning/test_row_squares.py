@@ -92,8 +92,6 @@ def within_error(found: Tensor, alone: Tensor, width: int, count: int) -> None:
     assert found.dtype == torch.float32
 
 
-# --- products ---------------------------------------------------------------------------------------------------------
-
 PRODUCTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
     "no tokens": (Layout(0, N), (N,)),
     "rows before tokens": (Layout(0, N), (N, FEW)),
@@ -167,8 +165,6 @@ def test_signs_are_as_good_as_random_ones(width: int, count: int):
     assert float(columns.triu(1).abs().max()) < 4.5
 
 
-# --- convolutions -----------------------------------------------------------------------------------------------------
-
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.Conv1d(3, 5, 3), (3, 8)),
     "2d": (lambda: nn.Conv2d(3, 5, 3, padding=1), (3, 6, 7)),
@@ -215,9 +211,6 @@ def test_many_channels_are_estimated(make: Callable[[], nn.Module], count: int, 
     v = torch.randn_like(layer(x)) + common
     alone = gradients(lambda: layer(x), Layout(0, N), v, layer.weight)
     within_error(told_once(layer(x), Layout(0, N), v), alone, 2, squares.CHANNELS)
-
-
-# --- which rows, and in which type ------------------------------------------------------------------------------------
 
 
 def half(weights: Tensor) -> Any:
@@ -356,9 +349,6 @@ def test_where_no_entry_is_the_square_of_a_row_of_its_own_nothing_is_told(forwar
     # that contracts over the rows is measured, and where an ordering of complex numbers is asked for.
     out = forward()
     assert told(out, Layout(0, N), torch.randn_like(out), make=make) == []
-
-
-# --- compiled regions -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from itertools import combinations
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rowprop
+import thinning_models
 from rowprop import host
 from rowprop.backprop import backward as backward_module
 from rowprop.backprop import foreign
@@ -29,37 +30,15 @@ from rowprop.thinning.draw import added_variance, floored, inclusion, needed, sy
 from rowprop.thinning.drawn import Drawn, drawn_rows
 from rowprop.thinning.handle import ThinRecord, _rows_in
 from rowprop.thinning.worth import Work
-from thinning_models import (
-    BATCHNORM,
-    MODELS,
-    ROWS,
-    Residual,
-    UNet,
-    bisected,
-    capped,
-    cnn,
-    compared,
-    gradient,
-    spread,
-    step,
-    thinned,
-    turned,
-    vit,
-)  # fmt: skip
+from thinning_models import BATCHNORM, MODELS, ROWS, Residual, bisected, capped, compared, gradient, spread, step
+from zoo import Net
 
-pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("one_thread", "any_count", "seeded")
 
 
 def linears(count: int = 2, width: int = 4) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
-
-# --- draws ------------------------------------------------------------------------------------------------------------
 
 NORMS = {
     "even": torch.ones(7),
@@ -129,16 +108,13 @@ def test_the_variances_of_shares_are_those_of_their_draws(name: str):
         assert found == pytest.approx(spread(norms, capped(norms, 7 * share).clamp(min=1e-80)), rel=1e-6, abs=1e-12)
 
 
-# --- the gradient's expectation and variance --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("picked", [False, True], ids=["alone", "after pick"])
 @pytest.mark.parametrize("name", [*MODELS, *BATCHNORM])
 def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
     # ``nox -s thinning`` does the same with 5,000 draws. Red where the division by p is left out: with
     # ``weights.ones_like()`` in drawn.py all fail. With BatchNorm in training mode, batches come in a random order; red
     # there with the rows' projection in the place of ``_weighed``, and where a union knows no weights: it densifies.
-    found = thinned(name, picked, 300 if name in BATCHNORM else 100)
+    found = thinning_models.thinned(name, picked, 300 if name in BATCHNORM else 100)
     assert found.moved > 1 / 3
     assert float(found.off.abs().max()) < 5, found.off
 
@@ -163,15 +139,15 @@ def test_a_block_above_which_all_rows_are_kept_costs_the_kept_rows():
     # FLOPs by torch's own counter: at keep .25, below the last block a quarter of them.
     model, x = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))), torch.randn(32, 64)
 
-    def flops() -> int:
+    counted: list[int] = []
+    for keep in (None, 0.25):
+        if keep is not None:
+            rowprop.thin(model, keep=keep)
         loss = model(x).square().sum()
         with FlopCounterMode(display=False) as counter:
             loss.backward()
-        return counter.get_total_flops()
-
-    exact = flops()
-    rowprop.thin(model, keep=0.25)
-    assert flops() == exact // 4
+        counted.append(counter.get_total_flops())
+    assert counted[1] == counted[0] // 4
 
 
 @pytest.mark.usefixtures("always_drawn")
@@ -185,9 +161,6 @@ def test_shares_fall_as_few_rows_come_to_hold_the_gradient():
         for _ in range(20):
             (model(x).mean(1) * scale).square().sum().backward()
         assert all(least <= share <= most for share in handle.record.keep.values()), handle.record
-
-
-# --- rows that were drawn: what is known of them, and BatchNorm in training mode --------------------------------------
 
 
 def rows_of(index: list[int] | range, num_rows: int = 6) -> RowSet:
@@ -299,9 +272,7 @@ def test_a_row_of_hardly_any_gradient_does_not_outweigh_the_batch_in_a_batch_nor
     x, target = torch.randn(ROWS, 4).double(), torch.randn(ROWS, 6).double()
     scale = torch.tensor([1.0, 1e-3], dtype=torch.float64).repeat(ROWS // 2)
 
-    def loss() -> Tensor:
-        return ((model(x) - target).square().sum(1) * scale).mean()
-
+    loss = lambda: ((model(x) - target).square().sum(1) * scale).mean()  # noqa: E731
     exact = gradient(model, loss())
     rowprop.thin(model, keep=0.4, blocks=["3"], generator=torch.Generator().manual_seed(1))
     draws = torch.stack([gradient(model, loss()) for _ in range(300)])
@@ -309,15 +280,13 @@ def test_a_row_of_hardly_any_gradient_does_not_outweigh_the_batch_in_a_batch_nor
     assert int(inclusion(floored(torch.tensor([1.0, 2.0, torch.inf, 0.0])), 2).argmax()) == 2  # an overflow is kept
 
 
-# --- the handle -------------------------------------------------------------------------------------------------------
-
-
 def test_what_has_to_be_exact_is():
-    # Red where the hook does not ask: for the mode, for paused, for create_graph.
+    # Red where the hook does not ask: for the mode, for paused, for create_graph; where draws take torch's generator.
     model, losses = step("residual")
-    exact = gradient(model, losses().mean())
+    exact, numbers = gradient(model, losses().mean()), torch.get_rng_state()
     handle = rowprop.thin(model, keep=0.25)
     assert not torch.equal(gradient(model, losses().mean()), exact)
+    assert torch.equal(torch.get_rng_state(), numbers)
     with handle.paused():
         assert torch.equal(gradient(model, losses().mean()), exact)
     model.eval()
@@ -347,15 +316,6 @@ def test_a_copy_and_a_file_of_the_model_are_not_thinned():
         model.train()
         assert torch.equal(gradient(other, other(x).square().mean()), expected)
     assert exact.numel() == expected.numel()
-
-
-def test_other_random_numbers_stay_as_they_are():
-    # Red where draws take torch's default generator.
-    model, losses = step("mlp")
-    rowprop.thin(model, keep=0.5)
-    before = torch.get_rng_state()
-    losses().mean().backward()
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_state_that_knows_no_block_yet_can_be_loaded_before_a_backward():
@@ -438,9 +398,6 @@ def test_a_cell_that_is_called_many_times_is_prepared_once(monkeypatch: pytest.M
     assert not backward_module._running
 
 
-# --- blocks and their outputs -----------------------------------------------------------------------------------------
-
-
 def stages() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), *(nn.Sequential(Residual(4), Residual(4)) for _ in range(2)))
 
@@ -448,7 +405,8 @@ def stages() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (stages, "1.0 1.1 2.0 2.1"), (lambda: cnn(True), "0 3 6"), (vit, "1 2"), (UNet, "down.0 down.1 up.0 up.1"),
+        (stages, "1.0 1.1 2.0 2.1"), (lambda: thinning_models.cnn(True), "0 3 6"), (thinning_models.vit, "1 2"),
+        (thinning_models.unet, "down.0 down.1 up.0 up.1"),
         (lambda: nn.ModuleList(nn.ModuleList([Residual(4)]) for _ in range(2)), "0.0 1.0"),
         (lambda: nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(4)), "0 2"),
     ],
@@ -463,7 +421,7 @@ def test_blocks_are_named_by_name_or_module():
     # Red where a list that nobody calls is a block. Names that are not there, and all else: tools/hostile_cases.py.
     with pytest.raises(InvalidInput, match="blocks that repeat"):
         rowprop.thin(nn.Linear(2, 2))
-    model = UNet()
+    model = thinning_models.unet()
     assert list(blocks_of(model, [model.head, "down.0"])) == ["head", "down.0"]
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "list": nn.ModuleList([nn.Linear(4, 4)])})
     model["b"] = model["a"]
@@ -496,12 +454,10 @@ def test_rows_are_the_dimension_of_the_size_of_the_batch(shape: Any, sizes: list
 
 def test_a_wrong_guess_of_the_rows_costs_time_and_no_bias():
     # As many steps as rows, and sequences first: steps are taken for rows. Attention mixes them, so it densifies.
-    model = turned().double()
+    model = thinning_models.turned().double()
     x, scale = torch.randn(5, 5, 3, dtype=torch.float64), torch.linspace(0.1, 2, 5, dtype=torch.float64)
 
-    def loss() -> Tensor:
-        return (model(x).flatten(1).square().mean(1) * scale).mean()
-
+    loss = lambda: (model(x).flatten(1).square().mean(1) * scale).mean()  # noqa: E731
     exact = gradient(model, loss())
     rowprop.thin(model, keep=0.5, generator=torch.Generator().manual_seed(1))
     with rowprop.watch() as report:
@@ -510,69 +466,48 @@ def test_a_wrong_guess_of_the_rows_costs_time_and_no_bias():
     assert float(compared(model, loss, exact, 100).off.abs().max()) < 5
 
 
-class Block(nn.Module):
+def block(around: Callable[[nn.Module, Any], Any]) -> nn.Module:
     """A linear layer with something around it."""
-
-    def __init__(self, around: Callable[[nn.Module, Any], Any]) -> None:
-        super().__init__()
-        self.linear, self.around = nn.Linear(5, 5), around
-
-    def forward(self, x: Any) -> Any:
-        return self.around(self.linear, x)
-
-
-def _lists(linear: nn.Module, held: Any) -> Any:
-    held.append(linear(held[-1]).tanh())
-    return held
-
-
-def _dicts(linear: nn.Module, held: Any) -> Any:
-    held["features"] = linear(held["features"]).tanh()
-    return held
-
-
-def _views(linear: nn.Module, held: Any) -> Any:
-    held["features"] = linear(held["features"]).tanh().chunk(1)[0]  # only an alias of it could be thinned
-    return held
-
-
-def _objects(linear: nn.Module, held: Any) -> Any:
-    held.features = linear(held.features).tanh()
-    return held
-
-
-@dataclass
-class State:
-    features: Tensor
+    return Net(lambda net, x: around(net.linear, x), linear=nn.Linear(5, 5))
 
 
 HOLDERS: dict[str, tuple[Callable[[nn.Module, Any], Any], Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "lists": (_lists, lambda x: [x], sum),
-    "dicts": (_dicts, lambda x: {"features": x}, lambda held: held["features"]),
-    "views": (_views, lambda x: {"features": x}, lambda held: held["features"]),
-    "objects": (_objects, lambda x: State(x), lambda held: held.features),
+    "lists": (lambda layer, held: held.append(layer(held[-1]).tanh()) or held, lambda x: [x], sum),
+    "dicts": (
+        lambda layer, held: held.update(features=layer(held["features"]).tanh()) or held,
+        lambda x: {"features": x},
+        lambda held: held["features"],
+    ),
+    "views": (  # only an alias of it could be thinned
+        lambda layer, held: held.update(features=layer(held["features"]).tanh().chunk(1)[0]) or held,
+        lambda x: {"features": x},
+        lambda held: held["features"],
+    ),
+    "objects": (
+        lambda layer, held: setattr(held, "features", layer(held.features).tanh()) or held,
+        make_dataclass("State", ["features"]),
+        lambda held: held.features,
+    ),
 }
 
 
-class Holding(nn.Module):
+def holding(kind: str) -> nn.Module:
     """The model reads its own reference to the object that its blocks write to."""
+    write, hold, read = HOLDERS[kind]
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        write, self.hold, self.read = HOLDERS[kind]
-        self.blocks = nn.ModuleList(Block(write) for _ in range(3))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        out = held = hold(x)
+        for each in net.blocks:
+            out = each(out)
+        return read(held)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = held = self.hold(x)
-        for block in self.blocks:
-            out = block(out)
-        return self.read(held)
+    return Net(forward, blocks=nn.ModuleList(block(write) for _ in range(3)))
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_an_object_that_blocks_write_to_stays_the_models_own(kind: str):
     # Red where the hook returns another container: the model's own then lacks all that later blocks write.
-    model, x = Holding(kind).double(), torch.randn(ROWS, 5, dtype=torch.float64)
+    model, x = holding(kind).double(), torch.randn(ROWS, 5, dtype=torch.float64)
     exact, expected = gradient(model, model(x).square().mean()), model(x)
     for settings in ({"tau": 0.1}, {"keep": 0.5}):
         handle = rowprop.thin(model, **settings)
@@ -607,7 +542,7 @@ def _jagged(linear: nn.Module, x: Tensor) -> Tensor:
 
 def test_outputs_of_any_make_go_on_as_they_are():
     # Red where such an output is built anew.
-    model = nn.Sequential(Block(_entries), Block(_entries))
+    model = nn.Sequential(block(_entries), block(_entries))
     handle = rowprop.thin(model, keep=0.5)
     out = model(torch.randn(ROWS, 5))
     assert type(out) is Entries
@@ -620,7 +555,7 @@ def test_outputs_of_any_make_go_on_as_they_are():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_inside_of_a_block(around: Callable[[nn.Module, Any], Any]):
     # Red where the work below a block is a product of their sizes.
-    model = nn.Sequential(Block(around), Block(around))
+    model = nn.Sequential(block(around), block(around))
     handle = rowprop.thin(model, tau=0.1)
     for _ in range(3):
         model(torch.randn(ROWS, 3, 5)).square().mean().backward()
@@ -648,6 +583,4 @@ def test_a_record_says_what_its_backward_saved():
     record = ThinRecord({"2": 0.5, "1": 0.25}, {}, 0.02, 7, "why", saved=0.61)
     said = "saved 61 % of the blocks' backward, which kept 25 to 50 % of the rows; why"
     assert repr(record) == str(record) == f"ThinRecord(backward 7: {said})"
-    assert repr(rowprop.thin(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).record).startswith(
-        "ThinRecord(no backward"
-    )
+    assert repr(rowprop.thin(linears(2, 2)).record).startswith("ThinRecord(no backward")

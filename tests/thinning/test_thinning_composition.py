@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,16 +17,11 @@ import rowprop
 from rowprop.backprop import backward
 from thinning_models import ROWS, Texts, compared, gradient, kept
 
-pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
+pytestmark = pytest.mark.usefixtures("one_thread", "any_count", "seeded")
 DRAWS = 60
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
 HALF = dict.fromkeys(BLOCKS, 0.5)
 SCALE = torch.linspace(0.1, 2, ROWS, dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 class Net(nn.Module):
@@ -60,9 +56,6 @@ def thin(model: nn.Module, keep: float = 0.5) -> rowprop.thinning.Thinning:
     return rowprop.thin(model, keep=keep, blocks=blocks, generator=torch.Generator().manual_seed(1))
 
 
-# --- the expectation --------------------------------------------------------------------------------------------------
-
-
 def expect_unbiased(model: nn.Module, loss: Callable[[], Tensor]) -> rowprop.thinning.Thinning:
     exact = gradient(model, loss())
     handle = thin(model)
@@ -85,9 +78,7 @@ def with_autocast(reentrant: bool | None = None) -> tuple[nn.Module, Callable[[]
 def with_engine(engine: Any) -> tuple[nn.Module, Callable[[], Tensor]]:
     model, target = Net().double(), torch.randn(ROWS, 2, dtype=torch.float64)
 
-    def losses_fn(model: Any, batch: Any) -> Tensor:
-        return (model(batch[0]) - batch[1]).square().mean(1)
-
+    losses_fn = lambda model, batch: (model(batch[0]) - batch[1]).square().mean(1)  # noqa: E731
     step = rowprop.SelectiveBackprop(model, losses_fn, rowprop.TopK(0.7), engine=engine)
     return model, lambda: step((batch(), target))[0]
 
@@ -160,9 +151,6 @@ def test_a_share_is_of_sequences_below_an_attention_that_mixed_the_tokens(sequen
     rowprop.pick(token_losses(model, (batch(), target)), mask).mean().backward()
     assert kept(handle) == {"layers.1": 0.5, "layers.0": 0.5}
     assert int(held[0].grad.flatten(1).any(1).sum()) == sequences // 2
-
-
-# --- the same draws ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(12,), (7, 5), (5, 7), (8, 4)], ids=str)
@@ -308,9 +296,6 @@ def test_hooks_of_others_see_what_goes_on():
     torch.testing.assert_close(twice[36:50], once[36:50], rtol=1e-12, atol=1e-12)
 
 
-# --- under tau --------------------------------------------------------------------------------------------------------
-
-
 def steered(
     model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = False
 ) -> tuple[rowprop.thinning.Thinning, Tensor]:
@@ -419,24 +404,10 @@ def test_twelve_backwards_at_once():
     # Each waits for all others in the middle of its backward. Red where the oldest are forgotten as failed ones.
     model = Net().double()
     thin(model)
-    gate, errors = threading.Barrier(12), list[BaseException]()
+    gate = threading.Barrier(12)
     model.first.weight.register_hook(lambda _: (gate.wait(30), None)[1])
-
-    def work() -> None:
-        try:
-            torch.autograd.grad(loss_of(model, batch()), list(model.parameters()))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-
-
-# --- the exact gradient -----------------------------------------------------------------------------------------------
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda _: torch.autograd.grad(loss_of(model, batch()), [*model.parameters()]), range(12)))
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -475,17 +446,11 @@ def test_transforms_are_exact():
     torch.testing.assert_close(found(), exact, rtol=0, atol=0)
 
 
-@pytest.fixture
-def _fresh_compiler() -> Any:
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("how", ["whole", "whole, thinned first", "in place", "blocks"])
 def test_a_model_compiled_by_another_backend_is_exact_and_told(how: str):
     # Whole, or its blocks one by one. Red where they are thinned all the same.
+    torch._dynamo.reset()
     model = Net(writes=how != "blocks").double()
     exact = gradient(model, loss_of(model, batch()))
     for place, layer in enumerate(model.layers):
@@ -505,9 +470,9 @@ def test_a_model_compiled_by_another_backend_is_exact_and_told(how: str):
         assert handle.record.passes == 0 and "compiled whole" in handle.record.reason
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_blocks_compiled_by_our_backend_stay_sliced():
+    torch._dynamo.reset()
     model = Net(writes=False).double()
     for place, layer in enumerate(model.layers):
         model.layers[place] = torch.compile(layer, backend="rowprop", options={"kernels": "eager"})

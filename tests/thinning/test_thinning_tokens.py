@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import rowprop
 from rowprop.errors import InvalidInput
 from rowprop.thinning.control import SHARES, Control, Seen, _planned_apart, carry
 from rowprop.thinning.worth import Work
-from thinning_models import PICKED, compared, gradient, kept, layers, resumed, step
+from thinning_models import compared, gradient, kept, layers, resumed, thinned
+from zoo import res, seq
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
 WIDTH, TOKENS = 4, 6
@@ -37,16 +37,8 @@ def inputs(rows: int = 5) -> Tensor:
 @pytest.mark.parametrize("name", ["gpt", "vit", "bert", "sequence first", "mixer"])
 def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
     # Red without the division by p, and where the tokens of sequences that come first are taken for others.
-    model, losses = step(name)
-
-    def loss() -> Tensor:
-        return rowprop.pick(losses(), torch.tensor(PICKED)).mean() if picked else losses().mean()
-
-    exact = gradient(model, loss())
-    handle = thin(model, keep=0.3)
-    found = compared(model, loss, exact, 150)
+    found = thinned(name, picked, 150, unit="token", keep=0.3)
     assert float(found.off.abs().max()) < 5 and found.moved > 0.3
-    assert 0 < max(kept(handle).values()) < 0.4
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["rows first", "tokens first"])
@@ -82,15 +74,7 @@ def test_a_share_is_of_the_tokens_that_came_to_a_block():
 
 def test_a_block_costs_its_drawn_tokens():
     # The products of an MLP's backward by their closed formula; red where they run at all tokens.
-    class Mlp(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(F.gelu(self.up(x)))
-
-    model = nn.Sequential(Mlp(), Mlp()).double()
+    model = nn.Sequential(*(res(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH)) for _ in range(2))).double()
     thin(model, keep=0.5)
     loss = model(inputs().requires_grad_()).square().mean()
     with rowprop.cost.count_flops() as flops:
@@ -165,27 +149,20 @@ def test_images_lose_rows():
     assert (int(live.all(1).sum()), int(live.any(1).sum())) == (3, 3)
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """A linear layer and a BatchNorm over all tokens of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2).tanh()
+    across = lambda x: x.transpose(1, 2)  # noqa: E731
+    return seq(nn.Linear(WIDTH, WIDTH), across, nn.BatchNorm1d(WIDTH), across, nn.Tanh())
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5], ids=["of some rows", "of every row"])
 def test_a_batch_norm_over_tokens_takes_all_rows(keep: float):
     # Its statistics mix all tokens of the batch. Red without the division by p.
     torch.manual_seed(0)
-    model, x = nn.Sequential(Normed(), Normed()).double(), inputs()
+    model, x = nn.Sequential(normed(), normed()).double(), inputs()
     scale = torch.linspace(0.1, 2, TOKENS, dtype=torch.float64)
 
-    def loss() -> Tensor:
-        return (model(x).square().mean(2) * scale).mean()
-
+    loss = lambda: (model(x).square().mean(2) * scale).mean()  # noqa: E731
     exact = gradient(model, loss())
     thin(model, keep=keep)
     assert float(compared(model, loss, exact, 150).off.abs().max()) < 5

@@ -18,7 +18,7 @@ from rowprop.thinning import weights
 from rowprop.thinning.draw import added_variance, inclusion, needed
 from rowprop.thinning.drawn import Drawn
 from rowprop.thinning.weights import Pairs
-from thinning_models import Turn, capped, compared, gradient, layers, of_blocks, resumed, spread
+from thinning_models import capped, compared, gradient, layers, of_blocks, resumed, spread, turn
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
 ROWS, TOKENS = 16, 6
@@ -33,7 +33,7 @@ def _small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(6, 6), nn.Tanh())]),
     "transformer": lambda: nn.Sequential(*layers(1, 6), *layers(1, 6, norm_first=True)),
-    "sequence first": lambda: nn.Sequential(Turn(), *layers(2, 6, batch_first=False), Turn()),
+    "sequence first": lambda: nn.Sequential(turn(), *layers(2, 6, batch_first=False), turn()),
 }
 
 
