@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
 from rowprop.errors import InvalidInput
-from rowprop.thinning.control import SHARES, WIDEST, Control, Seen, carried, count_of, moved
+from rowprop.thinning.control import RENEWED_AFTER, SHARES, WIDEST, Control, Seen, carried, count_of, moved
 from rowprop.thinning.draw import variances
 from thinning_models import capped, spread
 
@@ -117,12 +118,23 @@ def test_larger_batches_count_for_more_and_larger_times_do_not():
     assert control.share("0") == pytest.approx(steered(0.1, {"0": seen()}).share("0"), rel=0.05)
 
 
-MEASUREMENTS: dict[str, tuple[Callable[[Control, int], bool], float]] = {
-    "norms": (Control.measures_norms, 1 / 4),
-    "norms, without draws": (lambda control, number: control.measures_norms(number, often=False), 1 / 4),
-    "weights": (Control.measures_weights, 1 / 20),
-    "weights, without draws": (lambda control, number: control.measures_weights(number, False), 1 / 80),
-    "work": (Control.counts, 1 / 8),
+def test_shares_are_renewed_often_at_first_and_then_in_even_steps():
+    # Red where it tells it of the next backward, and with ``>`` for ``>=``.
+    control, renewed = steered(0.1), list[int]()
+    for number in range(1, 41):
+        renews = control.update({"0": seen()})
+        assert renews is not any(control.shares["0"].now)
+        renewed += [number] * renews
+    assert renewed[:3] == [1, 2, 4]
+    assert {later - one for one, later in pairwise(renewed[3:])} == {RENEWED_AFTER}
+
+
+MEASUREMENTS: dict[str, tuple[Callable[[Control, int], bool], float, list[int]]] = {
+    "norms": (Control.measures_norms, 1 / 4, list(range(1, 60))),
+    "norms, without draws": (lambda control, number: control.measures_norms(number, often=False), 1 / 4, []),
+    "weights": (Control.measures_weights, 1 / 20, [2, 4, 8, 16]),
+    "weights, without draws": (lambda control, number: control.measures_weights(number, False), 1 / 80, [2, 4, 8, 16]),
+    "work": (Control.counts, 1 / 8, list(range(1, 9))),
 }
 
 
@@ -131,11 +143,20 @@ MEASUREMENTS: dict[str, tuple[Callable[[Control, int], bool], float]] = {
 def test_each_backward_of_a_loop_is_measured_now_and_then(name: str, period: int):
     # A loop over several losses, a backward for each in turns. Red with each fourth number, with each 20th, where only
     # the first ones are measured or all, and where keep= measures anything but norms.
-    measures, rate = MEASUREMENTS[name]
+    measures, rate, first = MEASUREMENTS[name]
+    assert not first or [number for number in range(1, first[-1] + 1) if measures(Control(None, 0.1), number)] == first
     later = [number % period for number in range(400, 400 + 2400 * period) if measures(Control(None, 0.1), number)]
     found = [later.count(turn) / 2400 for turn in range(period)]
     assert sum(found) / period == pytest.approx(rate, rel=0.05) and min(found) > rate / 2
     assert "norms" in name or not any(measures(Control(0.5, 0.1), number) for number in range(1, 100))
+
+
+def test_places_stand_in_the_order_in_which_a_gradient_came():
+    # From the input on. Red where a new block stands last, and where one that no gradient came to moves.
+    control = Control(None, 0.1)
+    for came, order in (("ca", "ac"), ("cba", "abc"), ("ca", "abc"), ("db", "abcd"), ("abcd", "dcba")):
+        control.update({place: [] for place in came})
+        assert "".join(control.shares) == order
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
@@ -180,6 +201,24 @@ def test_the_correction_is_a_quotient_of_means_that_forget():
     assert control.correction == WIDEST and control.allowed() == 0.1 / WIDEST
     assert Control(None, 0.1, added=1e-30, predicted=1.0).correction == 1 / WIDEST
     assert (moved(1.0, 1e9, 1), moved(1.0, 1e-9, 1)) == pytest.approx((WIDEST, 1 / WIDEST))
+
+
+def test_a_state_holds_all():
+    # Red where one of the numbers is missing: the controls part.
+    control = steered(0.1, names="bottom top")
+    for number in range(13):
+        control.begun += 1
+        control.update({"top": seen(added=0.03), "bottom": seen(STEEP.sqrt(), before=0.05)})
+        if number % 5 == 4:
+            control.learn(0.03, 1.0, 0.1)
+    other = Control(None, 0.1).restored(copy.deepcopy(control.state_dict()))
+    unlike = {name for name, value in vars(control).items() if value == vars(Control(None, 0.1))[name]}
+    assert other == control and unlike == {"keep", "tau", "unit"}
+    for _ in range(20):
+        for each in (control, other):
+            each.begun += 1
+            each.update({"top": seen(added=0.02), "bottom": seen(before=0.02)})
+    assert other == control
 
 
 @pytest.mark.parametrize(

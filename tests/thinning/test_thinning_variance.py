@@ -20,33 +20,52 @@ from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.control import Control
 from rowprop.thinning.drawn import Drawn
 from rowprop.thinning.worth import Worth
-from thinning_models import MODELS, ROWS, Checkpointed, capped, gradient, of_blocks, prepared, resumed, spread
-from zoo import Net
+from thinning_models import (
+    MODELS,
+    ROWS,
+    Checkpointed,
+    capped,
+    gradient,
+    of_blocks,
+    prepared,
+    resumed,
+    spread,
+)
 
-pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn", "seeded")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
 DRAWS = 120
 
 
-def recurrent() -> nn.Module:
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Recurrent(nn.Module):
     """Blocks whose outputs are tuples."""
 
-    def forward(net: Any, x: Tensor) -> Tensor:
-        for layer in net.layers:
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.GRU(3, 6, batch_first=True), nn.GRU(6, 6, batch_first=True)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
             x, _ = layer(x)
         return x
 
-    return Net(forward, layers=nn.ModuleList(nn.GRU(inputs, 6, batch_first=True) for inputs in (3, 6)))
 
-
-def faint() -> nn.Module:
+class Faint(nn.Module):
     """A head with nearly all of the gradient's variance: the norms at the blocks do not know."""
 
-    def forward(net: Any, x: Tensor) -> Tensor:
-        for layer in net.layers:
-            x = x + 0.3 * layer(x).tanh()
-        return net.head(x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 4)
 
-    return Net(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), head=nn.Linear(8, 4))
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.3 * layer(x).tanh()
+        return self.head(x)
 
 
 def cnn() -> nn.Module:
@@ -63,10 +82,10 @@ def normed() -> nn.Module:
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: of_blocks(*(nn.Linear(6, 6) for _ in range(3))), (6,)),
     "cnn": (cnn, (1, 6, 6)),
-    "recurrent": (recurrent, (5, 3)),
+    "recurrent": (Recurrent, (5, 3)),
     "transformer": MODELS["sequence first"],
     "normed": (normed, (6,)),
-    "faint": (faint, (8,)),
+    "faint": (Faint, (8,)),
 }
 NAMES = ["mlp", "cnn", "recurrent", "transformer"]
 
@@ -194,7 +213,7 @@ def test_a_measurement_at_draws_finds_what_they_add(name: str, learnt: list[Any]
     signs = torch.randn(ROWS, dtype=torch.float64).sign()
     between = float(torch.stack(parts(model, value)).sum())
     exact = torch.autograd.grad((value * signs).sum(), weights)
-    handle = rowprop.thin(model, tau=0.5)
+    handle = rowprop.thin(model, tau=0.5, generator=torch.Generator().manual_seed(1))
     value = (losses() * signs).sum()
     distances: list[float] = []
     for _ in range(DRAWS):
@@ -306,6 +325,13 @@ def test_two_handles_measure_one_backward():
     assert found[1][0] == pytest.approx(float(torch.stack(squares[:2]).sum()))  # it begins at its own model's output
 
 
+def test_a_measurement_has_norms(monkeypatch: pytest.MonkeyPatch):
+    # Red where they are left out as in other backwards: nothing is predicted.
+    monkeypatch.setattr(Control, "measures_norms", lambda *_, **__: False)
+    monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number > 1)
+    assert begun(passes=3)[2]._control.measured == 2
+
+
 @pytest.mark.usefixtures("always_measured")
 def test_a_measurement_at_two_forwards_asks_for_no_rare_row(learnt: list[Any]):
     # Each forward has rows of its own, and both share what was asked for. Red without the least probability.
@@ -342,6 +368,19 @@ def test_rows_of_unknown_factors_tell_nothing():
     assert begun.squares == {}
     begun.measure(known, torch.ones(3))
     assert begun.variances().tolist() == [0, 3]
+
+
+def test_rows_tell_of_their_products_in_measurements_alone(monkeypatch: pytest.MonkeyPatch):
+    # A graph that is gone through again has the rows of its pick. Red where they go on telling.
+    told: list[RowSet] = []
+    own = ThinnedBackward.measure
+    monkeypatch.setattr(ThinnedBackward, "measure", lambda *args: told.append(args[1]) or own(*args))
+    monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number == 1)
+    _, losses, _ = begun()
+    loss = rowprop.pick(losses(), torch.arange(8)).sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        assert len(told) == 3
 
 
 def test_trainings_in_two_threads_do_not_meet():

@@ -15,14 +15,19 @@ from torch.utils.checkpoint import checkpoint
 import rowprop
 from rowprop.errors import InvalidInput
 from rowprop.thinning import worth
+from rowprop.thinning.control import RENEWED_AFTER, Control
 from rowprop.thinning.worth import COSTS, Costs, Work, Worth, cheapest, work_below
 from thinning_models import Checkpointed, Residual, gradient, layers, of_blocks, resumed
-from zoo import seq
 
-pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 16
 NOTHING = Costs(0, 0, 0, 0)
 WORK = 3 * 2 * 2 * (2 * ROWS * 4 * 4)  # of three residual blocks: two layers each, of which each has two products
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture
@@ -50,15 +55,20 @@ def works_of(model: nn.Module, x: Tensor) -> list[Work]:
     return works
 
 
-def attention(x: Tensor) -> Tensor:
+# --- the count --------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
     """Products of activations with activations."""
-    return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: of_blocks(*(nn.Linear(6, 6) for _ in range(3))), (6,)),
     "tokens": (residuals, (5, 4)),
-    "attention": (lambda: seq(nn.Linear(6, 6), attention, attention), (5, 6)),
+    "attention": (lambda: nn.Sequential(nn.Linear(6, 6), Attention(), Attention()), (5, 6)),
     "cnn": (lambda: of_blocks(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 6, 3)), (2, 9, 9)),
     "transformer": (lambda: nn.Sequential(nn.Linear(3, 8), *layers(3, 8)), (5, 3)),
 }
@@ -104,6 +114,30 @@ def test_tokens_are_drawn_after_each_block_where_that_is_cheaper():
     assert decided.share("0", {"0": 0.5, "1": 0.9}.__getitem__) == 0.5
 
 
+def test_a_checkpoint_is_work_of_unknown_size():
+    # Red where a Function of Python counts as an op without products.
+    inside: Any = checkpoint(nn.Linear(4, 4), torch.randn(ROWS, 4, requires_grad=True), use_reentrant=True)
+    assert work_below(inside, -1)[0].exact >= worth.UNKNOWN
+
+
+def test_the_work_is_a_mean_over_the_forwards_that_forgets():
+    # Red where the work of the last forward stands for all: one of 2 rows, or one that skips a block, decides.
+    block, decided = nn.Linear(4, 4), Worth()
+
+    def counted(forward: int, rows: int) -> tuple[float, float]:
+        decided.count("a", below := block(torch.randn(rows, 4)), forward)
+        if forward % 2:
+            decided.count("b", block(below), forward)
+        decided.decide({"a": 1.0, "b": 1.0}, 1.0)
+        return decided.works["a"].by_row, decided.works["b"].by_row
+
+    whole = work_below(block(torch.randn(30, 4)), -1)[0].by_row
+    found = [counted(forward, 30) for forward in range(1, 41)]
+    assert found[-1] == (pytest.approx(whole), pytest.approx(whole / 2, rel=0.2))
+    assert counted(41, 2)[0] > 0.6 * whole
+    assert [counted(forward, 60) for forward in range(42, 82)][-1][0] == pytest.approx(2 * whole, rel=0.01)
+
+
 def test_a_part_that_runs_in_a_backward_is_counted_whole():
     # There nodes are numbered anew on a device. Red where they are compared with those of the forward: no work.
     block = nn.Linear(4, 4)
@@ -112,6 +146,9 @@ def test_a_part_that_runs_in_a_backward_is_counted_whole():
     decided.count("a", before, 1)
     decided.count("b", inside, 1, 7)
     assert decided.counted["b"] == work_below(inside, -1)[0] == decided.counted["a"]
+
+
+# --- the cheapest draws -----------------------------------------------------------------------------------------------
 
 
 def counted(works: dict[str, Work]) -> Worth:
@@ -146,17 +183,6 @@ def test_the_draws_are_the_cheapest_of_all_sets(part: float):
     assert len(sizes) >= 3, "the cases are all alike"
 
 
-def test_work_that_nobody_knows_and_no_work_at_all():
-    # Red where a Function of Python counts as an op without products, and where a trial's time is divided by the work
-    # of blocks that do nothing, 0.
-    inside: Any = checkpoint(nn.Linear(4, 4), torch.randn(ROWS, 4, requires_grad=True), use_reentrant=True)
-    assert work_below(inside, -1)[0].exact >= worth.UNKNOWN
-    model = nn.Sequential(nn.Flatten(), nn.Flatten(), nn.Linear(4, 2))
-    handle = rowprop.thin(model, blocks=["0", "1"])
-    gradient(model, model(torch.randn(ROWS, 4, requires_grad=True)).square().sum())
-    assert handle.record.reason.startswith(f"off for {worth.MOST} forwards")
-
-
 def test_shares_are_of_the_rows_that_arrive():
     # Red where the shares are not multiplied: the second block seems to save nothing.
     decided = counted({name: Work(exact=100.0, by_row=100.0, draw=1.0) for name in "01"})
@@ -164,11 +190,31 @@ def test_shares_are_of_the_rows_that_arrive():
     assert decided.left == []
 
 
+def test_pauses_grow_until_trials_cost_little():
+    # Red where the first pause is the longest: a fine-tuning of few steps is over before its shares fall. A trial of
+    # the forwards up to a renewal takes as long as some draws, and comes to take a twentieth of the time.
+    decided, pauses = counted({"0": Work(exact=1000.0, by_row=1000.0, draw=300.0)}), list[int]()
+    for share in (1.0, 1.0, 1.0, 1.0, 1.0, 0.1, 1.0):
+        decided.decide({"0": share}, 1.0)
+        pauses.append(decided.pause)
+    first, second, third, longest, still, drawn, again = pauses
+    assert (second, third, drawn, again, still) == (2 * first, 4 * first, 0, first, longest)
+    assert worth.WAKES * 300 / ((longest + RENEWED_AFTER) * 1000) == pytest.approx(worth.TRIALS)
+    hopeless, pauses = counted({"0": Work(exact=100.0, by_row=100.0, draw=300.0)}), []
+    for _ in range(2):
+        hopeless.decide({"0": 1e-9}, 1.0)
+        pauses.append(hopeless.asleep)
+    assert pauses == [first, worth.MOST]  # the first batch may be an odd one
+
+
 def test_a_state_with_work_of_no_forward_is_refused():
     # Red without the check: the next decision divides by 0.
     state = counted({"0": Work(exact=1.0)}).state_dict()
     with pytest.raises(InvalidInput, match="forwards=0"):
         Worth().restored({**state, "forwards": 0.0})
+
+
+# --- the handle -------------------------------------------------------------------------------------------------------
 
 
 def test_a_small_model_turns_itself_off_and_is_tried_again(monkeypatch: pytest.MonkeyPatch):
@@ -302,6 +348,14 @@ def test_a_checkpoint_around_the_model_with_other_rows_is_another_forward():
     assert handle._forward.num_rows == 8
 
 
+def test_a_block_that_does_nothing_turns_off():
+    # Red where a trial's time is divided by the work of such blocks, 0.
+    model = nn.Sequential(nn.Flatten(), nn.Flatten(), nn.Linear(4, 2))
+    handle = rowprop.thin(model, blocks=["0", "1"])
+    gradient(model, model(torch.randn(ROWS, 4, requires_grad=True)).square().sum())
+    assert handle.record.reason.startswith(f"off for {worth.MOST} forwards")
+
+
 @pytest.mark.parametrize("backwards", [2, 4])
 def test_a_backward_whose_forward_was_before_the_pause_decides_nothing(backwards: int):
     # Red where it counts as a trial: the second pause would follow in the first step.
@@ -310,6 +364,40 @@ def test_a_backward_whose_forward_was_before_the_pause_decides_nothing(backwards
     for _ in range(backwards):
         value.backward(retain_graph=True)
     assert (handle._worth.pause, handle.record.passes) == (8, 1)
+
+
+def frozen() -> nn.Module:
+    model = residuals(6)
+    model[:4].requires_grad_(False)
+    return model
+
+
+def through_blocks(model: nn.Module, x: Tensor) -> Tensor:
+    for block in model.children():
+        x = block(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (frozen, lambda model, x: model(x)),
+        (repeated, lambda model, x: model(x)),
+        (frozen, through_blocks),
+        (frozen, lambda model, x: checkpoint(model, x, use_reentrant=False)),
+    ],
+    ids=["frozen", "repeated", "outside", "checkpoint"],
+)
+def test_a_pause_is_as_long_as_it_is_told(make: Callable[[], nn.Module], call: Callable[..., Tensor]):
+    # Red where calls of blocks are counted down: those of frozen blocks, and all calls of a block that repeats.
+    model = make()
+    handle = rowprop.thin(model, blocks=["layers.0"] if make is repeated else None)
+    passes: list[int] = []
+    for _ in range(20):
+        gradient(model, call(model, torch.randn(ROWS, 4)).square().sum())
+        passes.append(handle.record.passes)
+    assert passes == [1] * 9 + [2] * 11, "a pause of 8 forwards, and a trial of one"
+    assert handle._worth.asleep == handle._worth.pause - 10
 
 
 @pytest.mark.usefixtures("as_accelerator")
@@ -325,6 +413,31 @@ def test_a_trial_decides_by_numbers_of_its_own(costs: Callable[..., None], monke
     assert decided[0] == (3, 1)
     for (begun, passes), (later, more) in pairwise(decided):
         assert later - begun == more - passes + 2, "two of the trial are not read yet"
+
+
+@pytest.mark.parametrize(
+    ("tau", "off", "told"),
+    [(0.5, 0, {(True, True)}), (1e-9, 0, {(False, False)}), (1e-9, 8, {(True, None)})],
+    ids=["drawn", "no draws", "trial"],
+)
+def test_it_measures_by_whether_rows_are_drawn(
+    tau: float, off: int, told: Any, costs: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+):
+    # Norms and weights are measured rarely while no rows are drawn, and norms in each backward of a trial. Red where
+    # the handle does not say it, where weights are not measured while nothing is drawn (perhaps draws never seem to
+    # pay), and where a trial measures as rarely, so that the same pause would follow, and a longer one.
+    costs(draw=WORK / 40)
+    weights, norms = list[Any](), list[Any]()
+    handle = rowprop.thin(model := residuals(), tau=tau)
+    x = torch.randn(ROWS, 4)
+    for _ in range(4):
+        gradient(model, (model(x).square().mean(1) * few()).sum())
+    monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn: weights.append(drawn))
+    monkeypatch.setattr(Control, "measures_norms", lambda _, number, often: norms.append(often) or True)
+    if off:
+        handle._worth.left, handle._worth.pause = list(handle.blocks), off
+    gradient(model, (model(x).square().mean(1) * few()).sum())
+    assert set(zip(norms, weights or [None], strict=True)) == told
 
 
 def test_a_fixed_share_is_never_turned_off():
