@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,27 +27,21 @@ def test_bad_values_are_refused(door: str):
     assert inputs > 100 and not found, "\n".join(found)
 
 
-def nothing(*_: Any, **__: Any) -> None: ...
-
-
 def writes_first(self: LossHistory, ids: Any, weights: Any, checked: Any = LossHistory.set_weights) -> None:
     self._updates += 1
     checked(self, ids, weights)
 
 
-FAULTS = [  # where, what is there instead, the door, and what is found
-    ("rowprop.selection.selectors.check_fraction", nothing, "RandomRows keep", "silent"),
-    ("rowprop.selection.base._check_numbers", nothing, "Selection.mean rows", "wrong"),
-    ("rowprop.history.pruning.check_vector", nothing, "PruningSampler.load_state_dict", "traceback"),
-    ("rowprop.history.LossHistory.set_weights", writes_first, "LossHistory.set_weights weights", "changed"),
-    ("rowprop.app.page.check_writable", lambda path: path.write_text(""), "rowprop flops out", "changed or made"),
-    ("rowprop.app.cli.write_out", lambda text: print("done", text), "rowprop flops flags", "no JSON"),
-    ("rowprop.app.cli.REFUSED", 1, "rowprop flops dtype", "exit code 1"),
-]
-
-
-@pytest.mark.parametrize(("where", "instead", "door", "what"), FAULTS)
+@pytest.mark.parametrize(("where", "instead", "door", "what"), [  # what is there instead, the door, what is found
+    ("selection.selectors.check_fraction", Mock(), "RandomRows keep", "silent"),
+    ("selection.base._check_numbers", Mock(), "Selection.mean rows", "wrong"),
+    ("history.pruning.check_vector", Mock(), "PruningSampler.load_state_dict", "traceback"),
+    ("history.LossHistory.set_weights", writes_first, "LossHistory.set_weights weights", "changed"),
+    ("app.page.check_writable", lambda path: path.write_text(""), "rowprop flops out", "changed or made"),
+    ("app.cli.write_out", lambda text: print("done", text), "rowprop flops flags", "no JSON"),
+    ("app.cli.REFUSED", 1, "rowprop flops dtype", "exit code 1"),
+])  # fmt: skip
 def test_a_planted_fault_is_found(where: str, instead: Any, door: str, what: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(where, instead)
+    monkeypatch.setattr(f"rowprop.{where}", instead)
     found = trial(door)[1]
     assert any(what in each for each in found), found

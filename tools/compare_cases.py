@@ -152,24 +152,22 @@ def leaving() -> None:
     raise SystemExit(0)
 
 
-def own_top(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) -> SelectiveBackprop:
-    return SelectiveBackprop(model, losses_fn, TopK(keep), **options)
+def by(selector: Callable[[float], Any]) -> Callable[..., SelectiveBackprop]:
+    """A method of one's own, from its selector for each ``keep``."""
+    return lambda model, losses_fn, *, keep, **options: SelectiveBackprop(model, losses_fn, selector(keep), **options)
 
 
-def own_function(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) -> SelectiveBackprop:
-    def hardest(scores: Tensor, context: Context) -> Selection:
+def hardest(keep: float) -> Callable[[Tensor, Context], Selection]:
+    def choose(scores: Tensor, context: Context) -> Selection:
         rows = scores.topk(round(keep * len(scores))).indices.sort().values
         return Selection(rows, torch.full(rows.shape, 1 / len(rows)), len(scores))
 
-    return SelectiveBackprop(model, losses_fn, hardest, **options)
+    return choose
 
 
-def own_per_class(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) -> SelectiveBackprop:
-    return SelectiveBackprop(model, losses_fn, PerClass(TopK(keep)), **options)
-
-
-def own_broken(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) -> SelectiveBackprop:
-    return SelectiveBackprop(model, losses_fn, lambda scores, context: scores.no_such_thing, **options)
+own_top, own_function = by(TopK), by(hardest)
+own_per_class = by(lambda keep: PerClass(TopK(keep)))
+own_broken = by(lambda keep: lambda scores, context: scores.no_such_thing)
 
 
 def own_number(model: nn.Module, losses_fn: Any, **options: Any) -> int:

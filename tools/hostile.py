@@ -1,22 +1,21 @@
 """The hostile trial: every public callable and every command is given bad values of every kind, one at a time.
 
 Allowed are a result, where the value is no mistake, and a :class:`rowprop.errors.RowpropError`; of the command line the
-exit codes 0 and 2 with a sentence. Everything else is a finding: a raw traceback, a bad value that is accepted
-silently, a refusal that has changed what it refused, a setting of torch or of the warnings that stays changed, a file
-changed outside of ``--out``. What takes more than :data:`LIMIT_S` seconds ends the trial, behind the line of the
-argument before. ``hostile_values.py`` has the values, and ``hostile_cases.py`` says what is valid.
+exit codes 0 and 2 with a sentence. All else is a finding: a raw traceback, a bad value that is accepted silently, a
+refusal that has changed what it refused, a setting of the process that stays changed, a file changed outside ``--out``.
+What takes more than :data:`LIMIT_S` seconds ends the trial, behind the line of the argument before. An argument of this
+command, a part of a name, says what alone is tried. ``hostile_cases.py`` says what is valid.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import functools
 import random
 import sys
 import traceback
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 import hostile_values
 import rowprop
 from hostile_cases import Argument, Door, command_doors, doors
-from hostile_values import Made, Named
+from hostile_values import Named, fits
 from rowprop.errors import RowpropError
 
 LIMIT_S = 120
 DRAWN = 15  # numbers, texts, tensors and functions for each argument, beside the values that have a name
-SEVERAL = 3  # inputs of each callable with several bad values at a time
-RIGHT = ("result", "refused", "own error")
+SHARES = 0, 0.5, 0.5, 1  # of the arguments that are bad in inputs of each callable with several at a time
 OURS = str(Path(rowprop.__file__).parent), str(Path(__file__).parent)
 QUIET = settings(
     phases=[Phase.generate], database=None, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck]
@@ -42,26 +40,26 @@ QUIET = settings(
 SETTINGS = "is_grad_enabled get_default_dtype get_num_threads are_deterministic_algorithms_enabled".split()
 
 
-def process_settings() -> dict[str, object]:
-    """The settings of the process that a call must leave alone."""
-    return {name: getattr(torch, name)() for name in SETTINGS} | {"warning filters": list(warnings.filters)}
-
-
 def memory(held: Any) -> Any:
     """What an object remembers, bit for bit."""
     if isinstance(held, torch.Tensor):
         return held.dtype, held.shape, held.numpy().tobytes()
-    if isinstance(held, Mapping):
-        return {key: memory(each) for key, each in held.items()}
-    return memory(held.state_dict()) if hasattr(held, "state_dict") else repr(held)
+    held = held.state_dict() if hasattr(held, "state_dict") else held
+    return {key: memory(each) for key, each in held.items()} if isinstance(held, Mapping) else repr(held)
 
 
-def attempt(door: Door, bad: Mapping[str, Made]) -> tuple[str, str]:
-    """Call with bad values in the valid example: one of RIGHT or a finding, and its detail."""
+def kept_alone(on: list[Any]) -> dict[str, object]:
+    """What a call must leave alone: settings of the process, and the state of the object."""
+    found = {name: getattr(torch, name)() for name in SETTINGS} | {"warning filters": list(warnings.filters)}
+    return found | {f"its state, {place}": memory(each) for place, each in enumerate(on)}
+
+
+def attempt(door: Door, bad: Mapping[str, Named]) -> tuple[str, str]:
+    """Call with bad values in the valid example: what came of it, and its detail."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack, for devices that are not there
     on = [] if door.on is None else [door.on()]
-    values = {name: bad.get(name, each.valid)() for name, each in door.arguments.items()}
-    before, process = [*map(memory, on)], process_settings()
+    values = {name: bad[name][1]() if name in bad else each.valid() for name, each in door.arguments.items()}
+    before = kept_alone(on)
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     outcome, detail = "result", ""
     try:
@@ -69,17 +67,15 @@ def attempt(door: Door, bad: Mapping[str, Made]) -> tuple[str, str]:
     except (Exception, SystemExit) as error:
         outcome, detail = told(error)
     faulthandler.cancel_dump_traceback_later()
-    after = process_settings()
+    after = before | kept_alone(on if outcome == "refused" else [])
     torch.set_grad_enabled(True)
-    if changed := [name for name in after if after[name] != process[name]]:
+    if changed := [name for name in after if after[name] != before[name]]:
         return "changed", ", ".join(changed)
-    if outcome == "refused" and before != [*map(memory, on)]:
-        return "changed", "was refused, but its state is another one"
     if outcome != "result" and not bad:
         return "stale", f"the valid example: {outcome}, {detail}"
-    if outcome == "result" and len(bad) == 1:  # of several, one may hide the other
-        (name, make), *_ = bad.items()
-        return ("result", "") if door.arguments[name].law(make()) else ("silent", "accepted")
+    one = bad if len(bad) == 1 else {}  # of several, one may hide the other
+    if outcome == "result" and not all(fits(door.arguments[name].law, make()) for name, (_, make) in one.items()):
+        return "silent", "accepted"
     return outcome, detail
 
 
@@ -96,23 +92,19 @@ def told(error: BaseException) -> tuple[str, str]:
 
 
 @functools.cache
-def values_of(argument: Argument) -> dict[str, Made]:
-    """The bad values of an argument by their names, with some that are drawn, the same ones every time."""
+def values_of(argument: Argument) -> list[Named]:
+    """The bad values of an argument, with some that are drawn, the same ones every time."""
     drawn: list[Named] = []
     given(argument.drawn)(settings(QUIET, max_examples=DRAWN)(lambda each: drawn.append(each)))()
-    return argument.bad() | dict(drawn)
+    return [*(argument.bad() | dict(drawn)).items()]
 
 
-def inputs(door: Door, argument: str) -> dict[str, dict[str, Made]]:
-    """By their names the inputs with one bad argument; under the empty name those with none, and with several."""
+def inputs(door: Door, argument: str) -> list[dict[str, Named]]:
+    """The inputs with one bad argument; under the empty name one with none, and some with several."""
     if argument:
-        return {words: {argument: make} for words, make in values_of(door.arguments[argument]).items()}
-    lots, found = random.Random(0), {"none": dict[str, Made]()}
-    for _ in range(SEVERAL if len(door.arguments) > 1 else 0):
-        some = lots.sample([*door.arguments], lots.randint(2, len(door.arguments)))
-        words = {name: lots.choice([*values_of(door.arguments[name])]) for name in some}
-        found[str(words)] = {name: values_of(door.arguments[name])[said] for name, said in words.items()}
-    return found
+        return [{argument: each} for each in values_of(door.arguments[argument])]
+    lots, values = random.Random(0), {name: values_of(each) for name, each in door.arguments.items()}
+    return [{name: lots.choice(some) for name, some in values.items() if lots.random() < share} for share in SHARES]
 
 
 def trial(only: str = "") -> tuple[int, list[str]]:
@@ -123,31 +115,20 @@ def trial(only: str = "") -> tuple[int, list[str]]:
     attempt(doors()["SelectiveBackprop"], {})  # what PyTorch imports now adds filters of its own
     total, found = 0, list[str]()
     for name, door in {**doors(), **command_doors()}.items():
-        for argument in ["", *door.arguments]:
-            if only not in f"{name} {argument}":
-                continue
-            counts, findings = Counter[str](), defaultdict[str, list[str]](list)
-            for words, bad in inputs(door, argument).items():
-                outcome, detail = attempt(door, bad)
-                counts[outcome] += 1
-                if outcome not in RIGHT:
-                    findings[f"{outcome}: {detail[:120]!a}"].append(words)
-            total += counts.total()
+        for argument in [each for each in ["", *door.arguments] if only in f"{name} {each}"]:
+            tried = [(bad, *attempt(door, bad)) for bad in inputs(door, argument)]
+            counts, total = Counter(outcome for _, outcome, _ in tried), total + len(tried)
             print(f"{name} {argument:50}", ", ".join(f"{n} {outcome}" for outcome, n in counts.items()), flush=True)
-            for what, on in findings.items():
-                found.append(f"{name} {argument}: {what}, with {len(on)}, e.g. {'; '.join(on[:8])}")
-                print(found[-1], flush=True)
+            for bad, outcome, detail in tried:
+                if outcome not in ("result", "refused", "own error"):
+                    words = ", ".join(f"{each}={said}" for each, (said, _) in bad.items())
+                    found.append(f"{name} with {words or 'valid arguments'}: {outcome}: {detail}")
+                    print(found[-1], flush=True)
     return total, found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="nox -s hostile", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="Only callables, commands and arguments whose name contains this.")
-    torch.set_num_threads(1)
-    tried, found = trial(parser.parse_args().only)
-    print(f"{tried} inputs, {len(found)} findings.")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.set_num_threads(1)
+    inputs_tried, all_found = trial(" ".join(sys.argv[1:]))
+    print(f"{inputs_tried} inputs, {len(all_found)} findings.")
+    sys.exit(bool(all_found))

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import json
-import os
-import re
 import tempfile
-import types
-import typing
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import cache, partial
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -38,7 +35,6 @@ from rowprop.backprop.hooks import Handle
 from rowprop.checks import is_number, takes
 from rowprop.cost.count import count_step
 from rowprop.cost.profile import profile
-from rowprop.errors import InvalidInput
 from rowprop.selection.base import OfScores
 from rowprop.step import Record
 
@@ -47,10 +43,9 @@ Law = Callable[[Any], Any]
 BATCH = torch.randn(N, 3), torch.randint(4, (N,))
 SCORES, IDS, ROWS = torch.rand(N) + 0.1, torch.arange(N), torch.tensor([0, 2, 5])
 MODEL = nn.Linear(3, 4)
-RAMP, FLOATS = schedule.Ramp(1.0, 0.5), (torch.float16, torch.float32, torch.float64)
 HISTORY, MEMORY = history.LossHistory(N), selection.PercentileSampling(floor=0.5)
 HISTORY.update(IDS, SCORES, ROWS)
-SAMPLER = history.PruningSampler(HISTORY, num_rows=N, epochs=4, prune=0.0)
+SAMPLER, SOME = history.PruningSampler(HISTORY, num_rows=N, epochs=4, prune=0.0), rowprop.Selection.mean(ROWS, N)
 CONTEXT = selection.Context(0.5, IDS, IDS % 3, torch.Generator().manual_seed(0), HISTORY)
 
 
@@ -65,10 +60,8 @@ def thinning() -> rowprop.thinning.Thinning:
     return handle
 
 
-# --- the first use of what a callable returns: bad input is refused there at the latest -------------------------------
-
-
 def use(result: Any, of: Any = None) -> Any:
+    """The first use of what a callable returns: bad input is refused there at the latest."""
     match result:
         case Tensor():
             if result.requires_grad and result.numel() and not result.is_meta:
@@ -87,8 +80,8 @@ def use(result: Any, of: Any = None) -> Any:
         case (Tensor() as loss, Record() as record):
             assert use(loss).isfinite() and use(record.selection) and record.num_rows % N == 0, "the step"
         case selection.Context():
-            for part in (selection.PerClass(rowprop.TopK(0.5)), rowprop.RandomRows(0.5)):
-                use(part(SCORES, result))
+            use(selection.PerClass(rowprop.TopK(0.5))(SCORES, result))
+            use(rowprop.RandomRows(0.5)(SCORES, result))
         case OfScores():
             use(rowprop.SelectiveBackprop(MODEL, losses_fn, result))
         case Handle():
@@ -103,25 +96,16 @@ def use(result: Any, of: Any = None) -> Any:
             for method in methods(type(result)) * 2:
                 door = doors().get(f"{type(result).__name__}.{method}")
                 if door and "state" not in method and "getitem" not in method:
-                    given = {name: each.valid() for name, each in door.arguments.items()}
-                    use(getattr(result, method)(**given), given.get("model"))
+                    door.example(result)
             if hasattr(result, "load_state_dict"):
                 assert fits(lambda own: result.load_state_dict(own) is None, result.state_dict()), "its own state"
     return result
 
 
-# --- laws: whether a value is no mistake, so that a result is as right as a refusal -----------------------------------
-
-
-def whole(*shape: int, least: int = -(2**63), most: int = 2**63, ascending: bool = False) -> Law:
+# Laws: whether a value is no mistake, so that a result is as right as a refusal.
+def whole(*shape: int, least: int = -(2**63), most: int = 2**63 - 1) -> Law:
     """int64 of one dimension, of that length, in that range."""
-
-    def law(t: Tensor) -> bool:
-        numbers = t.tolist()
-        right = t.dtype == torch.int64 and t.ndim == 1 and shape in ((), t.shape)
-        return right and all(least <= n <= most for n in numbers) and (not ascending or numbers == sorted(set(numbers)))
-
-    return law
+    return lambda t: (t.dtype, t.ndim) == (torch.int64, 1) and t.clamp(least, most).equal(t) and shape in ((), t.shape)
 
 
 def floats(law: Law) -> Law:
@@ -152,121 +136,101 @@ def by_name(table: Mapping[str, Any]) -> dict[str, Any]:
     return {name: held for names, held in table.items() for name in names.split()}
 
 
+ANYTHING, NOTHING = users.returns(True), users.returns(False)
 # By the names of arguments: a valid example and a law, of the number where it is one; without a law it has to be alike.
 ARGUMENTS: dict[str, tuple[Any, ...]] = by_name({
     "keep mass min_loss_perc capacity scale_factor": (0.5, lambda v: 0 < v <= 1), "end": (0.75, lambda v: 0 < v <= 1),
-    "scale tau": (0.5, lambda v: 0 < v < 1), "prune start": (0.25, lambda v: 0 <= v < 1),
     "top bottom smoothing min_keep floor full_after min_sample_perc": (0.25, lambda v: 0 <= v <= 1),
+    "scale tau": (0.5, lambda v: 0 < v < 1), "prune start": (0.25, lambda v: 0 <= v < 1), "ignore_index": (0, isfinite),
     "progress gate at_least first last": (0.5, isfinite), "seconds tolerance": (0.5, lambda v: 0 < v < inf),
     "recent multiple_of total_steps accumulate_to min_rows total epochs batch_rows": (3, lambda v: v >= 1),
     "staleness num_replicas rounds": (1, lambda v: v >= 1), "interrupt batch_index trained": (3, lambda v: v >= 0),
     "num_rows": (N, lambda v: v == N), "seed rank": (0, lambda v: v >= 0), "beta": (3.0, lambda v: 0 <= v < inf),
-    "ignore_index": (0, isfinite), "index": (0, lambda v: -3 <= v < 3),
-    "ids positions": (IDS, whole(N)), "classes": (IDS % 3, whole(N)), "saved grads": (0,),
-    "rows": (ROWS, whole(least=0, most=N - 1, ascending=True)), "scores kept": (SCORES, floats(lambda t: t.ndim == 1)),
-    "losses": (SCORES, floats(lambda t: t.shape == (N,))), "values": (torch.rand(N, 4), floats(lambda t: t.ndim > 0)),
-    "weights": (torch.ones(N), floats(lambda t: t.isfinite().all())), "who": ("a part", lambda given: True),
-    "irreducible": (torch.rand(N), floats(lambda t: t.ndim == 1 and len(t) >= N)),
-    "logits": (torch.randn(N, 4), floats(lambda t: t.ndim > 1 and t.shape[1] > 0)),
-    "targets": (IDS % 4, lambda t: whole(N, least=0, most=3)(t.long()) and t.dtype not in (*FLOATS, torch.bool)),
-
-    "input": (SCORES, lambda t: t.ndim > 0 and len(t) > 5),
-    "counted": (None, lambda t: t.dtype == torch.bool and t.shape in ((N,), (N, 4))),
+    "index": (0, lambda v: -3 <= v < 3), "ids positions": (IDS, whole(N)), "classes": (IDS % 3, whole(N)),
+    "rows": (ROWS, lambda t: TABLE["rows"](t) and t.tolist() == sorted({*t.tolist()})), "saved grads": (0,),
+    "scores kept": (SCORES, floats(lambda t: t.ndim == 1)), "losses": (SCORES, floats(lambda t: t.shape == (N,))),
+    "values": (torch.rand(N, 4), floats(lambda t: t.ndim > 0)), "input": (SCORES, lambda t: t.ndim > 0 and len(t) > 5),
+    "weights": (torch.ones(N), floats(lambda t: t.isfinite().all())), "who": ("a part", ANYTHING), "field": ("ids",),
+    "irreducible": (torch.rand(N), floats(lambda t: t.ndim == 1 and len(t) >= N)), "dtype": (torch.float32,),
+    "logits": (torch.randn(N, 4), floats(lambda t: t.ndim > 1 and t.shape[1] > 0)), "history": (HISTORY,),
+    "targets": (IDS % 4, lambda t: torch.iinfo(t.dtype) and whole(N, least=0, most=3)(t.long())),
     "features": (torch.rand(N, 5), lambda t: len(t) == N), "mask": (torch.ones(N), lambda t: len(t) in (1, N)),
+    "counted": (None, lambda t: t.dtype == torch.bool and t.shape in ((N,), (N, 4))), "group trace": (None, NOTHING),
     "x reference": (torch.ones(N, 3, requires_grad=True), lambda given: isinstance(given, (nn.Module, Tensor))),
     "model": (MODEL, lambda model: plain(model)), "batch": (BATCH, lambda batch: plain(batch=batch)),
-    "losses_fn function scorer": (losses_fn, lambda function: plain(losses=function)),
+    "losses_fn function scorer": (losses_fn, lambda fn: plain(losses=fn)), "tick": (None, lambda tick: takes(tick, 2)),
     "selector": (rowprop.TopK(0.5), lambda given: takes(given, 2) and given(SCORES, CONTEXT).num_rows == N),
     "context": (CONTEXT, lambda given: all(len(column) == N for column in given.columns.values())),
     "outputs": ({"logits": SCORES[:, None]}, lambda given: is_dataclass(given) or isinstance(given, (Tensor, Mapping))),
     "loader": ([(IDS, BATCH)], lambda pairs: all(whole(len(b[0]))(ids) and plain(batch=b) for ids, b in pairs)),
-    "parts": ([(0.0, 1.0), (0.5, RAMP)],
+    "parts": ([(0.0, 1.0), (0.5, schedule.Ramp(1.0, 0.5))],
               lambda parts: all(is_number(at) and (is_number(p) or takes(p, 1)) for at, p in parts)),
     "blocks": (["0", "1"], lambda names: isinstance(names, list) and {*names} <= {"0", "1", "2"}),
     "dataset": (["a", "b", "c"], lambda data: type(data) is not dict and data.__getitem__ and len(data) >= 0),
     "indices": ([0, 1], lambda places: all(-3 <= int(place) < 3 for place in places)),
-    "group trace": (None, lambda given: False), "tick": (None, lambda tick: takes(tick, 2)),
     "engine": ("sliced", lambda engine: engine in engines.ENGINES or type(engine) in (engines.Sliced, engines.Masked)),
-    "optimizer": ("sgd", lambda name: name in ("sgd", "momentum", "adam", "adamw")),
-    "device": ("cpu", lambda device: device == "cpu"), "dtype": (torch.float32,), "field": ("ids",),
-    "generator": (torch.Generator().manual_seed(0),), "history": (HISTORY,), "ranks": (distributed.Global(),),
-    "schedule": (schedule.Schedule(0.0, 1.0, 0),), "record": (types.SimpleNamespace(num_rows=N, kept_by_rank=(3,)),),
+    "optimizer": ("sgd", lambda name: name in ("sgd", "momentum", "adam", "adamw")), "ranks": (distributed.Global(),),
+    "generator": (torch.Generator().manual_seed(0),), "device": ("cpu", lambda name: name == "cpu"),
+    "schedule": (schedule.Schedule(0.0, 1.0, 0),), "record": (SimpleNamespace(num_rows=N, kept_by_rank=(3,)),),
 })  # fmt: skip
 CALLS = by_name({"losses_fn function scorer": (MODEL, BATCH), "selector": (SCORES, CONTEXT)})
 
-# --- the entries: valid values and laws of their own, what methods are on ---------------------
-
+# Valid values and laws of their own, what methods are on.
 PARTS = dict.fromkeys("scorer schedule history total_steps accumulate_to min_rows".split())
 TOKENS = {**PARTS, "unit": "token", "losses_fn": users.token_losses}
 TOKENS |= {"laws": {"losses_fn": lambda function: plain(losses=function, dims=3)}}
 TABLE = {"rows": whole(least=0, most=N - 1), "num_rows": lambda n: type(n) is int and 0 <= n <= 10**6}
-HANDED_ON = {"function": lambda function: takes(function, 2), "batch": lambda given: True, "model": lambda given: True}
+HANDED_ON = {"function": lambda function: takes(function, 2), "batch": ANYTHING, "model": ANYTHING}
 FRACTIONS = {"keep": lambda keep: all(0 < one < 1 for one in (keep if isinstance(keep, list) else [keep]))}
+CHOSEN = {"history": ANYTHING, "progress": lambda v: 0 <= v <= 1, "rows": whole(least=-N, most=N - 1)}
 ENTRIES: dict[str, dict[str, Any]] = by_name({
-    "MultipleOf OverAll PerClass ReducibleLoss": {"selector": MEMORY}, "Thinning": {"on": thinning},
-}) | {
-    "Context": {
-        "laws": {"history": lambda given: True, "progress": lambda v: 0 <= v <= 1, "rows": whole(least=-N, most=N - 1)}
-    },
+    "MultipleOf OverAll PerClass ReducibleLoss": {"selector": MEMORY}, "Context": {"laws": CHOSEN},
     "Selection": {"weights": torch.full((3,), 1 / 3), "laws": {"num_rows": TABLE["num_rows"]}},
-    "selector": {"function": users.half_of, "laws": {"function": lambda function: function(SCORES).num_rows == N}},
-    "SelectiveBackprop": {"selector": MEMORY, "accumulate_to": None},
-    "SelectiveBackprop, recompute": {**PARTS, "engine": "recompute", "selector": selection.PerClass(MEMORY)},
-    "SelectiveBackprop, masked": {**PARTS, "engine": "masked"},
-    "SelectiveBackprop, tokens": TOKENS,
-    "SelectiveBackprop, sampler": {**PARTS, "history": SAMPLER},
-    "pick": {"laws": {"rows": lambda rows: SCORES[rows].ndim == 1}},
-    "rowwise": {"outputs": 0, "laws": dict.fromkeys(("outputs", "saved", "grads"), lambda given: True)},
-    "find_zeros": {"laws": {"model": lambda model: isinstance(model, nn.Module)}},
+    "selector": {"function": users.returns(SOME, 1), "laws": {"function": lambda fn: fn(SCORES).num_rows == N}},
+    "LossHistory": {"laws": {"ids": TABLE["rows"], **TABLE}}, "Thinning": {"on": thinning},
+    "pick": {"laws": {"rows": lambda rows: SCORES[rows].ndim == 1}}, "num_rows": {"laws": {"batch": ANYTHING}},
+    "rowwise": {"outputs": 0, "laws": dict.fromkeys(["outputs", "saved", "grads"], ANYTHING)},
+    "find_zeros": {"laws": {"model": lambda model: isinstance(model, nn.Module)}}, "composer": {"scale_factor": 1.0},
     "verify": {"laws": {**FRACTIONS, "seed": lambda n: type(n) is int}, "rows": None, "tolerance": 1e-3},
-    "plan": {"laws": FRACTIONS, "seconds": 0.2},
-    "composer": {"scale_factor": 1.0},
-    "infobatch": {"laws": TABLE},
-    "rho1": {**TOKENS, "reference": MODEL},
-    "rho1, remembered": {**TOKENS, "reference": torch.rand(N, 4)},
-    "high_entropy_tokens": {**TOKENS, "losses_fn": users.losses_and_entropies},
-    "LossHistory": {"laws": {"ids": TABLE["rows"], **TABLE}},
-    "LossHistory, any ids": {"laws": {"ids": whole(), **TABLE}, "num_rows": None},
+    "plan": {"laws": FRACTIONS, "seconds": 0.2}, "take": {"laws": {"batch": ANYTHING, **TABLE}},
+    "rho1": {**TOKENS, "reference": MODEL}, "high_entropy_tokens": {**TOKENS, "losses_fn": users.losses_and_entropies},
     "PruningSampler": {"laws": {"ids": whole(), "num_rows": lambda n: type(n) is int and 1 <= n <= N}, "trained": 6},
     "StaleScorer": {"laws": {"context": lambda given: isinstance(given, selection.Context)}},
-    "WithIds": {"laws": {"index": lambda place: -3 <= int(place) < 3}},
+    "WithIds": {"laws": {"index": lambda place: -3 <= int(place) < 3}}, "score_without_graph": {"laws": HANDED_ON},
     "Downscaled": {"laws": HANDED_ON, "function": users.brightness, "batch": (torch.zeros(N, 3, 4, 4), IDS)},
-    "score_without_graph": {"laws": HANDED_ON},
-    "per_row_mean": {"mask": torch.ones(N, 4)},
-    "num_rows": {"laws": {"batch": lambda given: True}},
-    "take": {"laws": {"batch": lambda given: True, **TABLE}},
     "thin": {"laws": {"model": lambda model: isinstance(model, nn.Sequential)}, "model": blocks(), "keep": None},
+    "SelectiveBackprop": {"selector": MEMORY, "accumulate_to": None}, "per_row_mean": {"mask": torch.ones(N, 4)},
+}) | {
+    "rho1, remembered": {**TOKENS, "reference": torch.rand(N, 4)}, "SelectiveBackprop, tokens": TOKENS,
+    "LossHistory, any ids": {"laws": {"ids": whole(), **TABLE}, "num_rows": None},
+    "SelectiveBackprop, recompute": {**PARTS, "engine": "recompute", "selector": selection.PerClass(MEMORY)},
+    "SelectiveBackprop, masked": {**PARTS, "engine": "masked"}, "infobatch": {"laws": TABLE},
+    "SelectiveBackprop, sampler": {**PARTS, "history": SAMPLER},
 }  # fmt: skip
+FOR_TYPES = dict.fromkeys("LossHistory NDArray PruningSampler Group Selector".split(), list)  # for a type checker only
 # What the step checks where a losses function gives it; for the library's own use; protocols; made by the library.
-FOR_TYPES = dict.fromkeys(
-    "LossHistory NDArray PruningSampler Group Selector".split(), list
-)  # imported for a type checker only
 UNTRIED = """Scored map_tensors tensors keep_at kept_losses share Selector KnownKeep Stateful Engine ThinRecord Plan
 Verification Record""".split()
 
-# --- the doors --------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """What makes the valid example; what is no mistake; bad values by their names; what draws more of them."""
 
     valid: Made
     law: Law
-    bad: Callable[[], dict[str, Made]] = dict
+    bad: Callable[[], dict[str, Made]]
     drawn: Any = FREE
 
 
-@dataclass(frozen=True)
-class Door:
+class Door(NamedTuple):
     """What is called, its arguments, and what makes the object that a method is called on."""
 
     call: Callable[..., Any]
     arguments: Mapping[str, Argument]
     on: Made | None = None
 
-    def example(self) -> Any:
-        return self.call(**{name: each.valid() for name, each in self.arguments.items()})
+    def example(self, *on: Any) -> Any:
+        return self.call(*on, **{name: each.valid() for name, each in self.arguments.items()})
 
 
 def public() -> dict[str, Any]:
@@ -286,48 +250,42 @@ def methods(kind: type) -> list[str]:
 def arguments(target: Any, entry: Mapping[str, Any]) -> dict[str, Argument]:
     """The arguments of a callable, each with its valid example and its law."""
     taken = inspect.signature(target, eval_str=True, locals=FOR_TYPES).parameters.values()
-    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return {each.name: argument(each, entry) for each in taken if each.name != "self" and each.kind not in several}
+    return {each.name: argument(each, entry) for each in taken if each.name != "self" and "VAR" not in each.kind.name}
 
 
 def argument(each: inspect.Parameter, entry: Mapping[str, Any]) -> Argument:
     """The valid example of an argument, and its law: by the entry, by its name, or by its annotation."""
-    kinds = typing.get_args(each.annotation | None)
-    words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
+    kinds = get_args(each.annotation | None)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     words += [True, False] * (bool in kinds)
     if not words and each.name not in {**ARGUMENTS, **entry}:
         raise LookupError(f"the catalogue has no example of the argument {each.name}")
     usual, *laws = ARGUMENTS.get(each.name, words[:1] or (None,))
-    valid = entry.get(each.name, usual)
+    valid, own = entry.get(each.name, usual), entry.get("laws", {}).get(each.name)
+    among = lambda value: any(type(value) is type(word) and value == word for word in words)  # noqa: E731
+    usual_law = [*laws, among][0] if laws or words else partial(alike, usual if valid is None else valid)
 
     def law(value: Any) -> bool:
-        if value is None and (each.default is None or type(None) in typing.get_args(each.annotation)):
+        if value is None and (each.default is None or type(None) in get_args(each.annotation)):
             return True
-        if own := entry.get("laws", {}).get(each.name):
-            return own(value)
-        if laws and {int, float} & {*kinds}:  # a schedule may stand for a number that is none of a count
-            value = value(0.5) if callable(value) and Callable in map(typing.get_origin, kinds) else value
-            return type(value) in (int, float if float in kinds else int) and laws[0](value)
-        if laws:
-            return laws[0](value)
-        if words:
-            return any(type(value) is type(word) and value == word for word in words)
-        return alike(usual if valid is None else valid, value)
+        if not own and laws and {int, float} & {*kinds}:  # a schedule may stand for a number that is none of a count
+            value = value(0.5) if callable(value) and Callable in map(get_origin, kinds) else value
+            return type(value) in (int, float if float in kinds else int) and usual_law(value)
+        return (own or usual_law)(value)
 
     call = CALLS.get(each.name) if takes(valid, 2) else (SCORES,)  # by a function of scores alone
-    call = call if callable(valid) and each.name in CALLS else None
     make = partial(copy.deepcopy, valid)
-    return Argument(make, partial(fits, law), partial(bad, make, call))
+    return Argument(make, law, partial(bad, make, call if callable(valid) and each.name in CALLS else None))
 
 
 def saved(on: Made) -> Argument:
     """The state of an object, at another moment of its life than the one that it is loaded into."""
-    state = functools.cache(lambda: use(on()).state_dict())
+    state = cache(lambda: use(on()).state_dict())
     make = lambda: copy.deepcopy(state())  # noqa: E731
-    return Argument(make, lambda value: fits(partial(alike, state()), value), partial(bad, make))
+    return Argument(make, lambda value: alike(state(), value), partial(bad, make))
 
 
-@functools.cache
+@cache
 def doors() -> dict[str, Door]:
     """Every public callable with its arguments, and the methods of what a class makes of its valid example."""
     there, found = public(), dict[str, Door]()
@@ -341,8 +299,7 @@ def doors() -> dict[str, Door]:
         for method in methods(target) if isinstance(target, type) else ():
             held = getattr(target, method)
             of_class, given = inspect.ismethod(held), arguments(held, {"state": None, **entry})
-            if "state" in given:
-                given = {"state": saved(on)}
+            given = {"state": saved(on)} if "state" in given else given
             call = partial(first_use, held if of_class else method)
             found[f"{base}.{method}{comma}{variant}"] = Door(call, given, None if of_class else on)
     return found
@@ -350,26 +307,24 @@ def doors() -> dict[str, Door]:
 
 def first_use(make: Callable[..., Any] | str, *on: Any, **given: Any) -> Any:
     """Use what a callable returns; a context that a method returns is of other rows."""
-    result = getattr(on[0], make)(**given) if isinstance(make, str) else make(**given)
+    result = make(**given) if callable(make) else getattr(on[0], make)(**given)
     return result if on and isinstance(result, selection.Context) else use(result, given.get("model", given.get("x")))
 
 
-# --- the command line: each option is an argument that gets bad texts -------------------------------------------------
-
+# The command line: each option is an argument that gets bad texts, in a folder with other people's files.
 FILES = by_name({
     "notes.txt results.json report.html settings.json runs/a.json empty.py elsewhere/notes": "somebody's",
     "theirs/results.json theirs/runs/events.out theirs/notes.txt theirs/settings.json odd/runs": "months of work",
     "odd/settings.json/file odd/results.json/file odd/report.html/file": "a folder",
     "ends.py": "import sys\nsys.exit(0)\n", "broken.py": "def make(:\n", "bytes.py": "\0\0", "empty/.keep": "",
 })  # fmt: skip
-LINKS = {"linked": "elsewhere", "dangling": "nowhere", "loop": "loop"}
 GIVEN: list[Any] = [None]
 # What texts name: a factory of whatever the running case asks for, one of a model alone, and one of data.
 given, alone = partial(GIVEN.__getitem__, 0), partial(nn.Linear, 3, 2)
 rows = partial(copy.deepcopy, (torch.randn(48, 3), torch.arange(48) % 2, torch.randn(16, 3), torch.arange(16) % 2))
 
 
-def numbers(law: Callable[[float], bool]) -> Callable[[str], bool]:
+def numbers(law: Law) -> Law:
     return lambda text: all(law(float(part)) for part in text.split(","))
 
 
@@ -381,10 +336,11 @@ MODELS = """: :alone hostile_cases hostile_cases: nothing:alone nothing.py:alone
 broken.py:make ends.py:make empty.py:make bytes.py:make theirs:make /dev/null:make torchvision/ torchvision/[/foo]
 os:getcwd hostile_cases:alone:alone sys:exit builtins:dict builtins:input hostile_cases:FILES
 hostile_cases:alone hostile_cases:option""".split()
-UNWRITABLE = ["", *"notes.txt/x /dev/full /proc/x loop".split()]
-PLACES = {  # in which this command must not write
-    "out": [*UNWRITABLE, "notes.txt", "/dev/null", "odd", "dangling/x", "x" * 300],
-    "trace": [*UNWRITABLE, ".", "theirs", "nowhere/x"],
+OF_ITS_OWN = {  # texts for some options alone; into the first ones of ``out`` and ``trace`` nothing must be written
+    "out": ["", *"notes.txt/x /dev/full /proc/x loop notes.txt /dev/null odd dangling/x".split(), "x" * 300],
+    "trace": ["", *"notes.txt/x /dev/full /proc/x loop . theirs nowhere/x".split()],
+    "flags": ["--nothing", "extra", "--seed", "--json --json=5", "--resume --fresh"],
+    "command": ["", "nothing", "--nothing", "verify", "flops", "profile", "plan"],
 }
 # What is no mistake, by option: texts, or a law.
 RIGHT = by_name({
@@ -394,6 +350,7 @@ RIGHT = by_name({
     "seeds batch rounds epochs": numbers(lambda n: n >= 1), "seed": numbers(lambda n: n >= 0),
     "lr seconds": numbers(lambda n: 0 < n < inf), "keep": numbers(lambda n: 0 < n <= 1),
     "threads": numbers(lambda n: 1 <= n <= 9), "train_rows": numbers(lambda n: 2 <= n <= 48),
+    "flags": ["--json", "--help"], "command": ["--help", "compare"],
 })  # fmt: skip
 LONG = "rounds", "epochs", "seeds", "seconds"  # so many take as long as they take
 COMPARE = "data=hostile_cases:rows model=hostile_cases:alone methods=random epochs=1 batch=16 seeds=1 device=cpu"
@@ -401,33 +358,22 @@ BASE: dict[str, dict[str, Any]] = {
     "verify": {}, "flops": {}, "profile": {"rounds": "1"}, "plan": {"rounds": "1", "keep": "0.5"},
     "compare": {"out": "made"} | dict(pair.split("=") for pair in COMPARE.split()),
 }  # fmt: skip
-FLAGS = ["--json", "--help", "--nothing", "extra", "--seed", "--json --json=5", "--resume --fresh"]
 WORDS = st.text(max_size=12).filter(lambda text: not fits(float, text)).map(lambda text: (repr(text), lambda: text))
 
 
-def texts(valid: Any, words: list[str], right: Any, drawn: Any = None) -> Argument:
-    """An argument that takes texts; where none may be drawn, some of the words come twice."""
-    named = [(f"{word[:50]!a}", partial(str, word)) for word in words]
-
-    def law(text: str | None) -> bool:
-        return text is None or (fits(right, text) if callable(right) else text.strip() in right)
-
-    return Argument(lambda: valid, law, lambda: dict(named), drawn or st.sampled_from(named))
-
-
-def option(command: str, name: str) -> Argument:
+def option(command: str, name: str, valid: str | None = None) -> Argument:
     """Texts for one option; every option of a command has to have its law here."""
     if name == "model" and command != "compare":  # places of models that are none, and what a factory may return
         made = partial(copy.deepcopy, (MODEL, BATCH, losses_fn))
-        law = partial(fits, lambda made: plain(*made) or (command == "flops" and not isinstance(made[1], tuple)))
+        law = lambda made: plain(*made) or (command == "flops" and not isinstance(made[1], tuple))  # noqa: E731
         return Argument(made, law, lambda: {spec: partial(str, spec) for spec in MODELS} | bad(made))
-    valid, right = BASE[command].get(name), RIGHT[name]
-    if name in PLACES:
-        return texts(valid, PLACES[name] + right, right)
-    if (command, name) == ("flops", "device"):
-        right = ["cpu", "meta"]  # a count computes nothing
-    short = [text for text in TEXTS if name not in LONG or not fits(lambda text: float(text) > 2, text)]
-    return texts(valid, short, right, WORDS)
+    right = ["cpu", "meta"] if (command, name) == ("flops", "device") else RIGHT[name]  # a count computes nothing
+    words = [text for text in TEXTS if name not in LONG or not fits(lambda text: float(text) > 2, text)]
+    words = OF_ITS_OWN[name] + right if name in OF_ITS_OWN else words
+    named = [(f"{word[:50]!a}", partial(str, word)) for word in words]
+    drawn = st.sampled_from(named) if name in OF_ITS_OWN else WORDS
+    law = right if callable(right) else lambda text: text.strip() in right
+    return Argument(lambda: BASE.get(command, {}).get(name, valid), law, lambda: dict(named), drawn)
 
 
 def command_doors() -> dict[str, Door]:
@@ -436,40 +382,16 @@ def command_doors() -> dict[str, Door]:
     for command in BASE:
         taken = inspect.signature(getattr(cli, command)).parameters.values()
         given = {each.name: option(command, each.name) for each in taken if each.default is not False}
-        given["flags"] = texts("", FLAGS, FLAGS[:2])
-        found[f"rowprop {command}"] = Door(partial(run, command), given)
+        found[f"rowprop {command}"] = Door(partial(run, command), given | {"flags": option(command, "flags", "")})
     for flag in ("--resume", "--fresh"):
         found[f"rowprop compare {flag}"] = Door(partial(run, "compare", flags=flag), {"out": option("compare", "out")})
-    asked = texts("--version", ["", "nothing", "--nothing", "--help", *BASE], ["--help", "compare"])
-    return found | {"rowprop": Door(run, {"command": asked})}
+    return found | {"rowprop": Door(run, {"command": option("", "command", "--version")})}
 
 
-@contextlib.contextmanager
-def sandbox(writes: str) -> Generator[None]:
-    """A folder with other people's files as the working directory; at the end nothing may differ outside ``writes``."""
-
-    def contents() -> dict[Path, object]:
-        paths = [path for path in Path().rglob("*") if "__pycache__" not in path.parts]
-        return {path: path.readlink() if path.is_symlink() else path.is_dir() or path.read_bytes() for path in paths}
-
-    outside = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            for path, text in FILES.items():
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                Path(path).write_text(text)
-            for link, target in LINKS.items():
-                Path(link).symlink_to(target)
-            before = contents()
-            yield
-            after = contents()
-        finally:
-            os.chdir(outside)
-    home = Path(os.path.normpath(writes.replace("linked", "elsewhere")))
-    changed = {path for path, held in before.items() if after.get(path) != held}
-    made = {path for path in after.keys() - before if home not in (path, *path.parents) and path not in home.parents}
-    assert not changed | made, f"changed or made: {[*map(str, changed | made)]}"
+def contents() -> dict[Path, object]:
+    """What lies in the working directory."""
+    paths = [path for path in Path().rglob("*") if "__pycache__" not in path.parts]
+    return {path: path.readlink() if path.is_symlink() else path.is_dir() or path.read_bytes() for path in paths}
 
 
 def run(command: str, flags: str = "", **options: Any) -> None:
@@ -481,8 +403,21 @@ def run(command: str, flags: str = "", **options: Any) -> None:
         factory = "alone" if "input_shape" in given else "given"
         args += [GIVEN[0] if isinstance(GIVEN[0], str) else f"hostile_cases:{factory}"]
     args += [word for name, text in given.items() for word in ("--" + name.replace("_", "-"), text)] + flags.split()
-    with sandbox(given.get("out", given.get("trace", "nowhere")) or "nowhere"):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for path, text in FILES.items():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text)
+        for link, target in {"linked": "elsewhere", "dangling": "nowhere", "loop": "loop"}.items():
+            Path(link).symlink_to(target)
+        before = contents()
         done = CliRunner().invoke(cli.app, args)
+        after = contents()
+    out = given.get("out", given.get("trace", "nowhere")) or "nowhere"  # beside it nothing may differ
+    own = Path(out.replace("linked", "elsewhere"))
+    differing = {path for path, _ in before.items() ^ after.items()}
+    made = {path for path in after.keys() - before if path.is_relative_to(own) or own.is_relative_to(path)}
+    assert differing <= made, f"changed or made: {[*map(str, differing - made)]}"
     torch.set_num_threads(1)  # a command has its process for itself
     said = (done.stderr.strip().splitlines() or [""])[-1][:300]
     assert done.exception is None or isinstance(done.exception, SystemExit), f"a raw {done.exception!r}"
@@ -490,8 +425,8 @@ def run(command: str, flags: str = "", **options: Any) -> None:
     assert done.exit_code in (0, 2), f"exit code {done.exit_code}: {said}"
     if done.exit_code == 2:
         assert said or not args, "exit code 2 without a word"
-        told = re.findall(r"^rowprop: (?!.* s left\))", done.stderr, re.MULTILINE)  # without the lines of progress
+        told = [line for line in done.stderr.splitlines() if line.startswith("rowprop: ") and " s left)" not in line]
         assert len(told) < 2, f"one sentence was needed: {done.stderr[:200]!r}"
-        raise InvalidInput(said)
+        raise rowprop.InvalidInput(said)
     if "--json" in args and "--help" not in args:
         assert fits(lambda text: isinstance(json.loads(text), dict), done.stdout), f"no JSON: {done.stdout[:80]!r}"

@@ -1,17 +1,13 @@
-"""A user's own code for the hostile trial, and bad values: some listed, some drawn by Hypothesis.
-
-They are of every kind, and near a valid value. An error that is raised in this file is the user's own.
-"""
+"""A user's own code for the hostile trial (an error raised in this file is theirs), and bad values of every kind."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -29,8 +25,6 @@ Step = Callable[[Any], Any]
 
 
 class Net(nn.Linear):
-    """A user's model."""
-
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input)
 
@@ -50,10 +44,6 @@ def losses_and_entropies(model: Any, batch: Any) -> rowprop.Scored:
 
 def brightness(model: Any, batch: Any) -> Tensor:
     return batch[0].flatten(1).float().mean(1)
-
-
-def half_of(scores: Tensor) -> rowprop.Selection:
-    return rowprop.TopK(0.5)(scores)
 
 
 def returns(result: Any, arguments: int | None = None) -> Callable[..., Any]:
@@ -89,8 +79,6 @@ def named(value: Any) -> Named:
     return said(value), partial(copy.deepcopy, value)
 
 
-# --- values of every kind ---------------------------------------------------------------------------------------------
-
 DTYPES = [getattr(torch, name) for name in "float32 float16 float64 int64 int32 uint8 bool complex64".split()]
 INSIDE = [None, "text", -1, torch.nan, True, [], {"a": 1}, object(), torch.rand(5), torch.zeros(5, 2).long()]
 EVERY_KIND = [
@@ -102,24 +90,14 @@ EVERY_KIND = [
     *map(returns, (ValueError("own"), None, "a", torch.nan, (1, 2, 3), torch.rand(5))),
 ]  # fmt: skip
 NUMBERS = st.floats() | st.integers(-1000, 1000) | st.integers(2**62, 2**70) | st.complex_numbers()
-SHAPES = st.lists(st.integers(0, N + 1), max_size=3)
-TENSORS = st.builds(torch.full, SHAPES, st.floats(width=32)), st.sampled_from(DTYPES)
-FREE = st.one_of(
-    *(NUMBERS, st.text(max_size=20), st.builds(Tensor.to, *TENSORS)),
-    *(st.lists(NUMBERS | st.none(), max_size=N), st.builds(returns, NUMBERS)),
-).map(named)
-
-# --- one step away from a valid value ---------------------------------------------------------------------------------
-
-
-def hooked(module: nn.Module, step: Step) -> nn.Module:
-    module.register_forward_hook(lambda _, __, out: step(out))
-    return module
+TENSORS = st.builds(torch.full, st.lists(st.integers(0, N + 1), max_size=3), st.floats(width=32))
+LISTS = st.lists(NUMBERS | st.none(), max_size=N)
+DRAWN = NUMBERS, st.text(max_size=20), st.builds(Tensor.to, TENSORS, st.sampled_from(DTYPES)), LISTS
+FREE = st.one_of(*DRAWN, st.builds(returns, NUMBERS)).map(named)
 
 
 FIRST = torch.tensor([0])
-SEQUENCE: dict[str, Step] = {"one short": lambda v: v[:-1], "twice": lambda v: v * 2, "alone": lambda v: v[0]}
-STEPS: dict[type, dict[str, Step]] = {
+STEPS: dict[Any, dict[str, Step]] = {  # one step away from a valid value, by its kind
     Tensor: {
         "on meta": lambda t: t.to("meta"), "sparse": lambda t: t.detach().to_sparse(), "one short": lambda t: t[:-1],
         "one long": lambda t: torch.cat([t, t[-1:]]), "one": lambda t: t[:1], "empty": lambda t: t[:0],
@@ -139,11 +117,11 @@ STEPS: dict[type, dict[str, Step]] = {
         "half": lambda module: module.half(), "empty": lambda module: nn.Sequential(),
         "without parameters": lambda module: nn.Identity(),
         "nan weights": lambda module: [nn.init.constant_(p, torch.nan) for p in module.parameters()] and module,
-        "forward raises": partial(hooked, step=lambda out: out.nothing),
-        **{f"forward gives {one}": partial(hooked, step=returns(one)) for one in (None, "a", torch.ones(()))},
+        **{f"forward is {one.__qualname__}": lambda module, one=one: setattr(module, "forward", one) or module
+           for one in map(returns, (ValueError("own"), None, "a", torch.ones(())))},
     },
     Mapping: {"another entry": lambda v: {**v, "another": 1}},
-    list: SEQUENCE, tuple: SEQUENCE,
+    (list, tuple): {"one short": lambda v: v[:-1], "twice": lambda v: v * 2, "alone": lambda v: v[0]},
     str: {"upper case": str.upper, "cut": lambda v: v[:-1], "in a list": lambda v: [v]},
 }  # fmt: skip
 
@@ -157,8 +135,7 @@ def parts_of(value: Any) -> dict[Any, Any]:
 
 def with_part(value: Any, place: Any, step: Step) -> Any:
     """The value whose part at a place has taken a step."""
-    parts = parts_of(value)
-    parts[place] = step(parts[place])
+    parts = {key: step(part) if key == place else part for key, part in parts_of(value).items()}
     if is_dataclass(value):
         return replace(value, **parts)  # pyright: ignore
     return parts if isinstance(value, Mapping) else type(value)(parts.values())
@@ -192,13 +169,9 @@ def bad(valid: Made, call: tuple[Any, ...] | None = None) -> dict[str, Made]:
         found |= {f"for {n} arguments": lambda n=n: returns(result(), n) for n in (0, 1, 3)}
         steps = [(f"and scores {said(each)}", lambda r, each=each: rowprop.Scored(r, each)) for each in INSIDE]
         steps += other(result())
-    for name, step in steps:
-        if fits(lambda step: step(result()) is not step, step):
-            found[name] = partial(after, valid, step) if call else lambda step=step: step(valid())
-    return found
 
+    def stepped(step: Step) -> Any:
+        function = valid()
+        return wraps(function)(lambda *given: step(function(*given))) if call else step(function)
 
-def after(valid: Made, step: Step) -> Callable[..., Any]:
-    """A user's function whose result has taken a step."""
-    function = valid()
-    return functools.wraps(function)(lambda *given: step(function(*given)))
+    return found | {name: partial(stepped, step) for name, step in steps if fits(lambda s: s(result()) is not s, step)}

@@ -1,17 +1,16 @@
 """Kill a small comparison with SIGKILL at random moments and resume it, until it was killed often enough.
 
-    python tools/kill_compare.py --kills 20
+    python tools/kill_compare.py 20
 
 Each attempt is a forked process that kills itself at a random one of the calls that it makes, every other time at a
 random one of those that touch files. A finished comparison, and some that are not, are started over with ``--fresh``,
 so that setting aside is interrupted too. After each kill all runs that were ever kept must still be there, byte for
-byte, and at each end the results must be those of a comparison that nobody killed. A seed makes all moments the same
-again.
+byte, and at each end the results must be those of a comparison that nobody killed. The
+moments are the same every time.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import random
@@ -52,9 +51,7 @@ def attempt(out: Path, *, moment: int | None, files_only: bool, **flags: bool) -
         _, status = os.waitpid(child, 0)
         with os.fdopen(reader) as pipe:
             return status, pipe.read()
-    code = 1
-    counts = {False: 0, True: 0}
-    draw = run_module.render_report
+    code, counts, draw = 1, {False: 0, True: 0}, run_module.render_report
 
     def watch(frame: Any, event: str, function: Any) -> None:
         to_files = event.startswith("c_") and touches_files(function)
@@ -85,12 +82,8 @@ def attempt(out: Path, *, moment: int | None, files_only: bool, **flags: bool) -
 
 def main() -> None:
     """Kill and resume; exit with an error at the first thing that is lost or differs."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=20, help="how often (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default %(default)s)")
-    args = parser.parse_args()
+    wanted, moments = int(sys.argv[1]), random.Random(0)
     torch.set_num_threads(1)
-    moments = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as scratch:
         out, whole = Path(scratch, "killed"), Path(scratch, "whole")
         run_module.compare(SETTINGS, Path(scratch, "first"))  # loads all modules, before the forks
@@ -101,10 +94,10 @@ def main() -> None:
         kills = ends = 0
         kept: set[bytes] = set()
         flags = {"fresh": True}
-        while kills < args.kills or os.WIFSIGNALED(status):
+        while kills < wanted or os.WIFSIGNALED(status):
             files_only = kills % 2 == 1
             # Early ones fall into what a resumed comparison still has to do, late ones into its end or beyond.
-            moment = moments.randrange(1, calls[files_only] // moments.choice((1, 4))) if kills < args.kills else None
+            moment = moments.randrange(1, calls[files_only] // moments.choice((1, 4))) if kills < wanted else None
             status, said = attempt(out, moment=moment, files_only=files_only, **flags)
             now = {path.read_bytes() for path in out.rglob("runs/*.json")}  # here or set aside
             assert kept <= now, f"{len(kept - now)} kept runs are gone"

@@ -68,18 +68,14 @@ class EachRank(Sampler[int]):
         return ROWS // 2
 
 
-class Listener:
-    """Takes note of the logged numbers and of the rows, in every step."""
+def listener(package: str) -> tuple[Any, list[dict[str, float]]]:
+    """A callback, and the logged numbers of every step, of which it takes note."""
+    logged = list[dict[str, float]]()
 
-    def __init__(self, package: str) -> None:
-        callback = importlib.import_module(package).Callback
-        logged = self.logged = list[dict[str, float]]()
+    def note(trainer: Any, *_: Any) -> None:
+        logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
-        class Listens(callback):
-            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-        self.callback = Listens()
+    return importlib.import_module(f"{package}.callbacks").LambdaCallback(on_train_batch_end=note), logged
 
 
 def learner(cbs: Any = None, *, model: nn.Module | None = None, batch: int = BATCH, loss_func: Any = None,
@@ -197,16 +193,14 @@ class Lightning(Framework):
         self, folder: Path, ours: Any = None, *, batch: int = BATCH, accumulate: int = 1, bf16: bool = False,
         epochs: int = EPOCHS, save: Path | None = None, resume: Path | None = None,
     ) -> tuple[nn.Module, list[dict[str, float]]]:  # fmt: skip
-        module, listener = module_of(self.package), Listener(self.package)
-        callbacks = [listener.callback] if ours is None else [ours, listener.callback]
-        more = {"precision": "bf16-mixed"} if bf16 else {}
-        trainer = fit(
-            module, callbacks, folder, package=self.package, batch=batch, ckpt=resume, max_epochs=epochs,
-            accumulate_grad_batches=accumulate, **more,
-        )  # fmt: skip
+        module, (listens, logged) = module_of(self.package), listener(self.package)
+        callbacks = [listens] if ours is None else [ours, listens]
+        more: dict[str, Any] = {"precision": "bf16-mixed"} if bf16 else {}
+        more |= {"package": self.package, "batch": batch, "ckpt": resume, "max_epochs": epochs}
+        trainer = fit(module, callbacks, folder, accumulate_grad_batches=accumulate, **more)
         if save:
             trainer.save_checkpoint(save)
-        return module.network, listener.logged
+        return module.network, logged
 
 
 class Fastai(Framework):

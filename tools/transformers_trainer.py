@@ -131,14 +131,19 @@ def updates(data: list[dict[str, Any]], at_once: int) -> list[list[dict[str, Ten
     return groups(batches(data), at_once) * EPOCHS
 
 
-def trained(
-    model: Any, data: Any, folder: Path, selector: Any = None, *, select: Any = None, **settings: Any
-) -> tuple[Any, Any]:
-    """A trainer that has trained on the rows above their mean, or of a selector; and its handle."""
-    from rowprop.integrations.transformers import select as select_rows
+def select(trainer: Any, selector: Any = None, **settings: Any) -> Any:
+    """The line of the integration, by default for the rows above their mean."""
+    from rowprop.integrations import transformers
 
+    return transformers.select(trainer, selector or rowprop.selection.AboveMean(), **{"engine": "sliced"} | settings)
+
+
+def trained(
+    model: Any, data: Any, folder: Path, selector: Any = None, *, selecting: Any = None, **settings: Any
+) -> tuple[Any, Any]:
+    """A trainer that has trained on the rows of a selector; and its handle."""
     trainer = make_trainer(model, data, folder, **settings)
-    handle = select_rows(trainer, selector or rowprop.selection.AboveMean(), **{"engine": "sliced"} | (select or {}))
+    handle = select(trainer, selector, **selecting or {})
     trainer.train()
     return trainer, handle
 

@@ -44,11 +44,11 @@ def test_ctrl_c_before_training_and_while_the_results_are_written(tmp_path: Path
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    for part, said in {
-        "load_data": f"Stopped before training began; nothing in {tmp_path} was removed.",
-        "render_report": f"Stopped with 2 of 2 runs finished; they are kept in {tmp_path}. "
-        "Run the same command with --resume to go on.",
-    }.items():
+    kept = (
+        f"Stopped with 2 of 2 runs finished; they are kept in {tmp_path}. Run the same command with --resume to go on."
+    )
+    before = f"Stopped before training began; nothing in {tmp_path} was removed."
+    for part, said in (("load_data", before), ("render_report", kept)):
         with monkeypatch.context() as patched:
             patched.setattr(run_module, part, interrupted)
             result = compare(tmp_path, "--seeds", "1")
@@ -61,8 +61,9 @@ def test_ctrl_c_before_training_and_while_the_results_are_written(tmp_path: Path
 def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):
     # A real process and a real signal, sent once it has told that its first run is finished.
     # Where the tests run in the background, a shell had them ignore it, and a process inherits that.
-    heed = "signal.signal(signal.SIGINT, signal.default_int_handler)"
-    heed = f"import signal; {heed}; import rowprop.app.cli as c; c.app()"
+    heed = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import rowprop.app.cli as c; c.app()"
+    )
     command = [sys.executable, "-c", heed, "compare", *TINY, "--methods", "full", "--seeds", "10000", "--out", tmp_path]
     pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
     with subprocess.Popen(command, **pipes, env=ENVIRONMENT) as process:
@@ -226,14 +227,8 @@ FROZEN = "without a parameter that requires a gradient"
         ("plan model_cases:complete --rounds 0", "plan got rounds=0 but a whole number, 1 or more, was needed."),
         ("profile model_cases:complete --rounds 0", "profile got rounds=0 but a whole number, 1 or more, was needed."),
         # meta is fine where nothing is computed.
-        (
-            "verify model_cases:mlp --input-shape 8x4 --device meta",
-            "verify got a model on the device meta, which holds",
-        ),
-        (
-            "profile model_cases:mlp --input-shape 8x4 --device meta",
-            "profile got a model on the device meta, which hol",
-        ),
+        ("verify model_cases:mlp --input-shape 8x4 --device meta", "verify got a model on the device meta, which"),
+        ("profile model_cases:mlp --input-shape 8x4 --device meta", "profile got a model on the device meta, which"),
         ("plan model_cases:mlp --input-shape 8x4 --device meta", "plan got a model on the device meta, which holds no"),
         ("verify model_cases:frozen", FROZEN),
         ("flops model_cases:frozen", "let losses_fn use trainable parameters"),
@@ -271,11 +266,8 @@ def test_the_users_own_failing_code_is_exit_2_and_keeps_its_place(command: str, 
 
 def test_debug_shows_the_whole_traceback_wherever_it_stands():
     # Red: Door.parse_args without its move ("No such option" after the command).
-    for arguments in (
-        ["--debug", "verify", "model_cases:losses_fail"],
-        ["verify", "model_cases:losses_fail", "--debug"],
-    ):
-        result = run(*arguments)
+    for line in ("--debug verify model_cases:losses_fail", "verify model_cases:losses_fail --debug"):
+        result = run(*line.split())
         assert result.exit_code == 2
         assert result.stderr.startswith("Traceback") and 'losses(model, {}["x"])' in result.stderr
         assert result.stderr.splitlines()[-1].startswith("rowprop: ")
@@ -413,10 +405,8 @@ def test_a_stdout_that_is_closed_is_one_sentence_and_one_that_nobody_reads_none(
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as unread:
-        for stdout, code, said in (
-            (None, 2, "rowprop: standard output is closed, so the result is not shown.\n"),
-            (unread, 141, ""),
-        ):
+        closed = "rowprop: standard output is closed, so the result is not shown.\n"
+        for stdout, code, said in ((None, 2, closed), (unread, 141, "")):
             monkeypatch.setattr(sys, "stdout", stdout)
             with pytest.raises(SystemExit) as ended:
                 app(["flops", "model_cases:complete"])

@@ -182,21 +182,12 @@ def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(data: Da
     # Red when: each model judges its own half; its losses stand in other rows; they are trained for all epochs.
     given, trained = [], []
     made, steps = Method.made, train_module.Stepper.steps
-
-    def spied(self, rows, *budget):
-        trained.append((self, rows, budget[1]))
-        return steps(self, rows, *budget)
-
-    def spied_made(self, model, losses_fn, budget, **options):
-        given.append(budget["irreducible"])
-        return made(self, model, losses_fn, budget, **options)
-
-    monkeypatch.setattr(train_module.Stepper, "steps", spied)
-    monkeypatch.setattr(Method, "made", spied_made)
+    monkeypatch.setattr(train_module.Stepper, "steps", lambda *all: trained.append(all) or steps(*all))
+    monkeypatch.setattr(Method, "made", lambda *all, **more: given.append(all[3]["irreducible"]) or made(*all, **more))
     run, model = train_one(data, "rho1")
     reference = given[-1]
     assert reference.shape == data.train_y.shape
-    (first, first_rows, epochs), (second, second_rows, _), (_, all_rows, _) = trained
+    (first, first_rows, _, epochs, *_), (second, second_rows, *_), (_, all_rows, *_) = trained
     assert epochs == 1  # half of the epochs, on half of the rows
     assert sorted([*first_rows.tolist(), *second_rows.tolist()]) == all_rows.tolist()
     for judge, rows in ((first, second_rows), (second, first_rows)):

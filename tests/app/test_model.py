@@ -126,8 +126,7 @@ def test_torchvision_is_asked_for_random_weights(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torchvision.models", models)
     assert load_model("torchvision/tiny", input_shape="4x3x16x16").batch[0].shape == (4, 3, 16, 16)
     assert "model 'torchvision/tiny' comes without a batch" in refusal("torchvision/tiny")
-    said = "model 'torchvision/huge' could not be built: ValueError: Unknown model"
-    assert said in refusal("torchvision/huge")
+    assert "model 'torchvision/huge' could not be built: ValueError: Unknown model" in refusal("torchvision/huge")
 
 
 FAILING = """
@@ -184,13 +183,9 @@ def test_the_default_losses_take_the_logits():
     # Red: the first tensor of the container, which is a number in the last case.
     logits, classes = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
     expected = torch.logsumexp(logits, 1) - logits[torch.arange(4), classes]
-    for model in (
-        lambda x: (x, -x),
-        lambda x: {"out": [x], "aux": -x},
-        lambda x: SimpleNamespace(last=-x, logits=x),
-        lambda x: {"loss": x.sum(), "logits": x},
-    ):
-        torch.testing.assert_close(default_losses(model, (logits, classes)), expected)
+    named, mapped = SimpleNamespace(last=-logits, logits=logits), {"loss": torch.ones(()), "logits": logits}
+    for output in ((logits, -logits), {"out": [logits], "aux": -logits}, named, mapped):
+        torch.testing.assert_close(default_losses(lambda _: output, (logits, classes)), expected)
 
 
 def test_the_default_losses_of_places_are_those_of_tokens_or_their_mean_in_each_row():

@@ -130,25 +130,16 @@ def test_no_better_accuracy_is_passed_over_in_silence(seeds: int, seconds: float
 @pytest.mark.parametrize(
     ("plain", "said"),
     [
-        (
-            0.50,
-            "ohem is better than plain steps on fewer rows at its cost by more than the spread over the seeds: 90.00",
-        ),
-        (
-            0.99,
-            "ohem is worse than plain steps on fewer rows at its cost by more than the spread over the seeds: 90.00",
-        ),
-        (
-            0.905,
-            "ohem is level with plain steps on fewer rows at its cost within the spread: 90.00 ± 1.00 against 90.50",
-        ),
+        (0.50, "ohem is better than {} by more than the spread over the seeds: 90.00"),
+        (0.99, "ohem is worse than {} by more than the spread over the seeds: 90.00"),
+        (0.905, "ohem is level with {} within the spread: 90.00 ± 1.00 against 90.50"),
     ],
 )
 def test_plain_steps_at_the_same_cost_are_named_first(plain: float, said: str):
     # Red when: the control is that of another method, or counts as a method that selects.
     methods = [told("full", 0.95), told("random", 0.70), told("ohem", 0.90)]
     control = told("plain@ohem", plain) | {"name": "plain"}
-    assert verdict([*methods, control], seconds=None).startswith(said)
+    assert verdict([*methods, control], seconds=None).startswith(said.format("plain steps on fewer rows at its cost"))
     assert "plain@ohem" not in verdict([*methods, control], seconds=None)
     assert "Without plain@random it is not known" in verdict(methods, seconds=None)
     assert "Without plain" not in verdict(methods, seconds=60)
@@ -197,13 +188,10 @@ def test_the_wrong_label_comes_first_in_the_gallery(tmp_path: Path, monkeypatch:
 
 def test_gallery_names_rows_as_the_data_came():
     data = load_data("compare_cases:tiny", train_rows=30)
-    whole = load_data("compare_cases:tiny")
-    raw = compare_cases.tiny()[0]
-    low, high = data.train_x[0].min(), data.train_x[0].max()
-    wanted = raw[data.train_ids[0]]
-    spread = (wanted - wanted.min()) / (wanted.max() - wanted.min())
-    torch.testing.assert_close((data.train_x[0] - low) / (high - low), spread, rtol=1e-5, atol=1e-6)
-    assert len(whole.train_y) == 96
+    found, wanted = ((row - row.min()) / (row.max() - row.min())
+                     for row in (data.train_x[0], compare_cases.tiny()[0][data.train_ids[0]]))  # fmt: skip
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert len(load_data("compare_cases:tiny").train_y) == 96
     assert most_chosen([], data) == []
 
 
@@ -289,13 +277,10 @@ def test_a_line_is_the_mean_over_the_seeds_in_both_directions(slow_first: bool):
 
 def test_seeds_with_other_points_are_read_at_the_same_part_of_their_training():
     # Under a budget of seconds the slower seed sees fewer epochs. Straight curves give the mean of their ends.
-    runs = [
-        a_run("full", 0, [(e, 3.0 * e, 0.1 * e) for e in (1, 2, 3)] + [(3.5, 10.5, 0.35)]),
-        a_run("full", 1, [(e, 6.0 * e, 0.2 * e) for e in (1, 1.75)]),
-    ]
-    assert report.over_seeds({"runs": runs}, "full", "train_s") == [
-        [pytest.approx(6.0), 6.0], [pytest.approx(10.5), pytest.approx(10.5)],
-    ]  # fmt: skip
+    fast = a_run("full", 0, [(e, 3.0 * e, 0.1 * e) for e in (1, 2, 3, 3.5)])
+    slow = a_run("full", 1, [(e, 6.0 * e, 0.2 * e) for e in (1, 1.75)])
+    means = report.over_seeds({"runs": [fast, slow]}, "full", "train_s")
+    assert means == [pytest.approx([6.0, 6.0]), pytest.approx([10.5, 10.5])]
 
 
 def printed(results: dict[str, Any]) -> str:
@@ -385,19 +370,17 @@ def test_a_label_is_doubted_by_models_that_know_better_alone(accuracy: float, sa
     assert f"right on at most {100 * accuracy:.0f} % of the test rows, so {said}" in text
 
 
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 200, 300)])
-def test_a_report_of_all_methods_with_its_gallery_is_small(shape: tuple[int, ...]):
-    # Red when: a library travels along, or pictures of noise, which no format makes small, are shown as they come.
-    rows = torch.rand(10, *shape, generator=torch.Generator().manual_seed(0))
-    text = render_report(*of_the_study("fashion-mnist", rows))
+LONG = ("wordnet", (2, 24), ("long " * 5000,) * 2)
+
+
+@pytest.mark.parametrize("given", [("fashion-mnist", (10, 1, 28, 28)), ("fashion-mnist", (10, 3, 200, 300)), LONG])
+def test_a_report_of_all_methods_with_its_gallery_is_small(given: tuple[Any, ...]):
+    # Red when: a library travels along, or pictures of noise, which no format makes small, or texts are shown whole.
+    name, shape, *texts = given
+    text = render_report(*of_the_study(name, torch.rand(shape, generator=torch.Generator().manual_seed(0)), *texts))
     assert len(text.encode()) <= PAGE_BYTES
-    assert text.count("<svg") == 4 and text.count('src="data:image/') == 40 and "<script" not in text
-
-
-def test_a_report_with_long_texts_is_small():
-    # Red when texts are shown whole.
-    text = render_report(*of_the_study("wordnet", torch.zeros(2, 24), ("long " * 5000,) * 2))
-    assert len(text.encode()) <= PAGE_BYTES and text.count("<q>") == 40
+    assert text.count("<svg") == 4 and "<script" not in text
+    assert text.count("<q>" if texts else 'src="data:image/') == 40
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.html")), ids=lambda path: path.stem[-24:])
@@ -437,9 +420,8 @@ def test_every_plot_is_drawn_and_nothing_complains(opened):
 
 def test_it_can_be_read_on_every_screen(opened):
     # Red when: the gallery stands open, or cells of a table lose their heading with the head of the table.
-    width, page_width, height = opened.execute_script(
-        "return [innerWidth, document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
-    )
+    sizes = "return [innerWidth, document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+    width, page_width, height = opened.execute_script(sizes)
     assert page_width <= width
     assert opened.execute_script(STICKING_OUT) == []
     assert opened.execute_script(SMALLEST_TEXT) >= 11
@@ -458,17 +440,14 @@ def test_class_names_are_text_and_nothing_comes_from_outside(opened):
     assert HOSTILE in names  # also: jinja did not evaluate what stands in it
     requested = opened.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert [name for name in requested if not name.startswith("data:")] == []
-    pictures = opened.execute_script(
-        "return [...document.querySelectorAll('.gallery img')].map(img => img.src.slice(0, 15) + img.naturalWidth)"
-    )
-    assert pictures == ["data:image/png;8"] * 40
+    sizes = "[...document.querySelectorAll('.gallery img')].map(img => img.src.slice(0, 15) + img.naturalWidth)"
+    assert opened.execute_script(f"return {sizes}") == ["data:image/png;8"] * 40
 
 
 def test_dark_ground_gets_light_text(opened):
     def brightness(selector: str, what: str) -> float:
-        colour = opened.execute_script(
-            "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]", selector, what
-        )
+        style = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+        colour = opened.execute_script(style, selector, what)
         return sum(int(part) for part in colour.removeprefix("rgb(").rstrip(")").split(","))
 
     for scheme in ("light", "dark"):

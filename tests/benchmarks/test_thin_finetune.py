@@ -43,16 +43,12 @@ def test_the_controls_cost_what_thinned_has_cost():
     # Red when `behind` is left out (the first step, before any count, costs everything), and where `plain` follows the
     # backward alone.
     spent = {name: {"forward": 0.0, "backward": 0.0} for name in ("full", "thinned", "random", "plain")}
-    methods = {
-        name: SimpleNamespace(keep=1.0, flops=lambda *phases, own=own: sum(own[phase] for phase in phases))
-        for name, own in spent.items()
-    }
-    last = {}
+    flops = lambda own: lambda *phases: sum(own[phase] for phase in phases)  # noqa: E731
+    methods, last = {name: SimpleNamespace(keep=1.0, flops=flops(own)) for name, own in spent.items()}, {}
     for share in torch.linspace(1, 0.3, 40).tolist():
         random, plain = methods["random"].keep, methods["plain"].keep
-        for name, forward, backward in [
-            ("full", 1, 1), ("thinned", 1, share), ("random", 1, random), ("plain", plain, plain),
-        ]:  # fmt: skip
+        shares = {"full": (1, 1), "thinned": (1, share), "random": (1, random), "plain": (plain, plain)}
+        for name, (forward, backward) in shares.items():
             spent[name]["forward"] += 1e6 * forward
             spent[name]["backward"] += 2e6 * backward
         follow(methods, last)
@@ -99,10 +95,8 @@ def epoch_of(cpu_s: float, flops: int, compiling_s: float = 0.0) -> Epoch:
 
 def test_the_tables_hold_the_ratios_to_full():
     # Red when time or FLOPs are those of another method, and when the seconds of the compiler are left out.
-    seeds = {
-        seed: {"full": [epoch_of(9.0, 9000, 3.0)], "thinned": [epoch_of(cpu_s, flops, 4.5)]}
-        for seed, cpu_s, flops in [(0, 5.4, 3600), (1, 7.2, 5400)]
-    }
+    thinned, full = [epoch_of(5.4, 3600, 4.5), epoch_of(7.2, 5400, 4.5)], epoch_of(9.0, 9000, 3.0)
+    seeds = {seed: {"full": [full], "thinned": [epoch]} for seed, epoch in enumerate(thinned)}
     told = table(seeds, 1)
     assert "| `full` | 2 | 50.00 ± 0.00 | 0.00 ± 0.00 | 1.000 ± 0.000 | 1.000 ± 0.000 |  |" in told
     assert "| `thinned` | 2 | 50.00 ± 0.00 | 0.00 ± 0.00 | 0.700 ± 0.141 | 0.500 ± 0.141 | 0.600 |" in told

@@ -163,13 +163,10 @@ def test_links_lead_to_files_and_headings(name):
 
 def test_every_page_is_found_from_the_home_page():
     # Red with the link to tokens.md taken out of docs/index.md.
-    listed = set(re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", TEXTS["index"].replace("\n", " "))) - {
-        "figures/sliced-gradient.svg"
-    }
-    pages = {f"../{page.relative_to(ROOT)}" for page in (*ROOT.glob("*.md"), *ROOT.glob("notebooks/*.ipynb"))} | {
-        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
-    }
-    assert listed == pages - {"index.md"}
+    listed = set(re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", TEXTS["index"].replace("\n", " ")))
+    found = [*ROOT.glob("*.md"), *ROOT.glob("notebooks/*.ipynb"), *(ROOT / "docs").rglob("*.md")]
+    pages = {os.path.relpath(page, ROOT / "docs") for page in found}
+    assert listed == pages - {"index.md"} | {"figures/sliced-gradient.svg"}
 
 
 def test_the_note_on_security_is_true_of_the_source():
@@ -179,13 +176,12 @@ def test_the_note_on_security_is_true_of_the_source():
     said = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
     calls = r"\b(?:pickle|marshal|shelve|dill)\b|torch\.load\((?!.*weights_only=True)|np\.load\(|\beval\(\w|\bexec\("
     assert [(name, found) for name, text in said.items() for found in re.findall(calls, text)] == []
-    assert {name for name, text in said.items() if re.search(r"urlopen|urlretrieve|\brequests\b", text)} == {
-        "app/compare/data.py"
-    }
-    assert {name for name, text in said.items() if "gather_object" in text} == {
-        "history/losses.py", "integrations/shared.py",
-    }  # fmt: skip
-    assert {name for name, text in said.items() if "jinja2.Environment(" in text} == {"app/page.py"}
+    for what, where in (
+        (r"urlopen|urlretrieve|\brequests\b", "app/compare/data.py"),
+        ("gather_object", "history/losses.py integrations/shared.py"),
+        (r"jinja2\.Environment\(", "app/page.py"),
+    ):
+        assert {name for name, text in said.items() if re.search(what, text)} == {*where.split()}
     pages = [name for name in templates().list_templates() if ".html" in name]
     assert "compare/report.html.j2" in pages
     assert all(templates().autoescape(name) for name in (None, *pages))
@@ -193,10 +189,8 @@ def test_the_note_on_security_is_true_of_the_source():
 
 def test_files_named_on_the_pages_exist():
     named = r"\b((?:scripts|benchmarks|examples|tests|src|docs)/[\w./-]*\w)"
-    missing = [
-        (name, file) for name, text in TEXTS.items() for file in re.findall(named, text) if not (ROOT / file).exists()
-    ]
-    assert missing == []
+    files = [(name, file) for name, text in TEXTS.items() for file in re.findall(named, text)]
+    assert [each for each in files if not (ROOT / each[1]).exists()] == []
 
 
 RESOLVE = """
@@ -307,9 +301,7 @@ def test_the_workflow_runs_what_the_script_runs():
     script = (ROOT / ".ci/run").read_text().partition("export CI=true\n")[2]
     together = re.findall(r"^together (.*)$", script, re.MULTILINE)
     commands = re.findall(r"^((?:scripts|nox) ?.*)$", script, re.MULTILINE)
-    commands += [
-        each for line in together for quoted in re.findall(r"'([^']*)'", line) for each in quoted.split(" && ")
-    ]
+    commands += [each for line in together for part in re.findall(r"'([^']*)'", line) for each in part.split(" && ")]
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     assert sorted(re.findall(r"^          - (.*)$", workflow, re.MULTILINE)) == sorted(commands)
 

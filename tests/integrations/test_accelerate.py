@@ -17,45 +17,30 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import plain_loop
 import rowprop
-from plain_loop import (
-    BATCH,
-    EPOCHS,
-    RATE,
-    ROWS,
-    above_mean,
-    batches,
-    by_hand_in_bfloat16,
-    check_equal,
-    check_same,
-    data,
-    descend,
-    groups,
-    last_line_of,
-    losses_of,
-    network,
-    only_with,
-    script_of,
-)
+from plain_loop import BATCH, EPOCHS, RATE, ROWS, above_mean, batches, check_same, descend, groups, losses_of, network
 from rowprop.distributed import Local
 
-pytestmark = only_with("accelerate", "integrations")
+pytestmark = plain_loop.only_with("accelerate", "integrations")
+
+
+def begin_anew() -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Loop:
     """The page's loop; without a selector the same loop untouched."""
 
-    def __init__(
-        self, selector: Any, *, accelerator: dict[str, Any] | None = None, batch: int = BATCH, **settings: Any
-    ):
+    def __init__(self, selector: Any, *, accelerator: Any = None, batch: int = BATCH, **settings: Any):
         from accelerate import Accelerator
-        from accelerate.state import AcceleratorState, PartialState
 
-        AcceleratorState._reset_state()
-        PartialState._reset_state()
+        begin_anew()
         self.accelerator = Accelerator(cpu=True, **accelerator or {})
         model = network()
-        optimizer, loader = torch.optim.SGD(model.parameters(), lr=RATE), DataLoader(data(), batch)
+        optimizer, loader = torch.optim.SGD(model.parameters(), lr=RATE), DataLoader(plain_loop.data(), batch)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
         self.logged: list[dict[str, Any]] = []
         self.selective = None
@@ -106,16 +91,15 @@ def test_the_trackers_take_the_numbers():
 
 
 def test_mixed_precision_is_accelerates():
-    # Against a second forward of the kept rows under bfloat16, written out. Red when: the model runs in
-    # float32.
+    # Against a second forward of the kept rows under bfloat16, written out. Red when: the model runs in float32.
     loop = Loop(rowprop.TopK(keep=0.25), accelerator={"mixed_precision": "bf16"}, engine="recompute")
-    check_same(loop.fit(EPOCHS), by_hand_in_bfloat16(0.25))
+    check_same(loop.fit(EPOCHS), plain_loop.by_hand_in_bfloat16(0.25))
 
 
 def test_all_rows_are_the_untouched_loop():
     # Bit for bit, with batches of 6 rows. Red when: the loss is a sum of losses times 1/6, or is scaled.
     plain, selective = Loop(None, batch=6).fit(EPOCHS), Loop(rowprop.TopK(keep=1.0), batch=6).fit(EPOCHS)
-    check_equal(plain, selective)
+    plain_loop.check_equal(plain, selective)
 
 
 def test_one_line_skips_the_rows_without_a_gradient():
@@ -194,13 +178,10 @@ def test_two_processes_train_on_the_rows_of_both_and_resume_bit_for_bit(tmp_path
 
 def test_the_page_runs_in_one_process_and_in_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # Red when: a line of the page no longer works, or prints something else.
-    block = script_of("accelerate.md")
+    block = plain_loop.script_of("accelerate.md")
     assert re.findall(r"# (\d)$", block, re.MULTILINE) == list("12345")
-    from accelerate.state import AcceleratorState, PartialState
-
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
-    assert last_line_of("accelerate.md", capsys) == "(16,) 64"
+    begin_anew()
+    assert plain_loop.last_line_of("accelerate.md", capsys) == "(16,) 64"
     script = tmp_path / "train.py"
     script.write_text(block)
     assert torchrun(script).splitlines()[-1] == "(16, 16) 64"

@@ -11,27 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+import plain_loop
 import rowprop
 from families import load
-from plain_loop import (
-    BATCH,
-    EPOCHS,
-    ROWS,
-    batches,
-    by_hand,
-    check_equal,
-    check_same,
-    check_two_ranks,
-    data,
-    descend,
-    hardest,
-    losses_of,
-    network,
-    on_two_ranks,
-    only_with,
-)
+from plain_loop import BATCH, EPOCHS, ROWS, batches, by_hand, check_same, data, descend, hardest, losses_of, network
 from rowprop.distributed import Local
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
@@ -39,22 +24,18 @@ from trainers import always, as_rank, fitted, model_of, trainer_of
 
 MODULE = "rowprop.integrations.composer"
 
-pytestmark = only_with("composer", "fastai")
+pytestmark = plain_loop.only_with("composer", "fastai")
 
 
 def test_rows_are_drawn_by_rank_when_composer_would_draw_them():
     # Red when: the batch's number is not that in the epoch, progress is another, or a batch in between is not whole.
-    algorithm = load(MODULE).SelectiveBackpropAlgorithm(
-        0.25, 0.75, 0.5, interrupt=4, engine="sliced", generator=torch.Generator().manual_seed(2)
-    )
-    model = model_of()
-    trainer = fitted(model, algorithm, max_duration=f"{EPOCHS * ROWS // BATCH}ba")
-    original = load("composer.algorithms.selective_backprop").should_selective_backprop
-    per_epoch = ROWS // BATCH
-    chosen = [
-        original(number / (EPOCHS * per_epoch), number % per_epoch, 0.25, 0.75, 4)
-        for number in range(EPOCHS * per_epoch)
-    ]
+    settings = {"interrupt": 4, "engine": "sliced", "generator": torch.Generator().manual_seed(2)}
+    algorithm = load(MODULE).SelectiveBackpropAlgorithm(0.25, 0.75, 0.5, **settings)
+    model, per_epoch = model_of(), ROWS // BATCH
+    trainer = fitted(model, algorithm, max_duration=f"{EPOCHS * per_epoch}ba")
+    original, numbers = load("composer.algorithms.selective_backprop"), range(EPOCHS * per_epoch)
+    when = [(number / (EPOCHS * per_epoch), number % per_epoch) for number in numbers]
+    chosen = [original.should_selective_backprop(*each, 0.25, 0.75, 4) for each in when]
     assert [value < 1 for _, value in trainer.seen["kept"]] == chosen
     assert sum(chosen) == 5
     selector, generator, when = rowprop.selection.RankSampling(0.5), torch.Generator().manual_seed(2), iter(chosen)
@@ -73,12 +54,11 @@ def test_a_smaller_image_is_scored_and_the_kept_rows_go_forward_whole():
 
     def pooled() -> nn.Sequential:
         torch.manual_seed(1)
-        return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-                             nn.Linear(4, 3))  # fmt: skip
+        pool = nn.AdaptiveAvgPool2d(1)
+        return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), pool, nn.Flatten(), nn.Linear(4, 3))
 
-    algorithm = load(MODULE).SelectiveBackpropAlgorithm(
-        0, 1, scale_factor=0.5, interrupt=0, selector=rowprop.TopK(keep=0.5)
-    )
+    settings = {"scale_factor": 0.5, "interrupt": 0, "selector": rowprop.TopK(keep=0.5)}
+    algorithm = load(MODULE).SelectiveBackpropAlgorithm(0, 1, **settings)
     model, plain = model_of(pooled()), pooled()
     fitted(model, algorithm, dataset=torch.utils.data.TensorDataset(x, y), max_duration="1ep")
     others = set[int]()
@@ -117,20 +97,12 @@ def test_metrics_see_all_rows():
 def test_batches_may_be_dicts():
     # Composer's own algorithm takes pairs of tensors alone. Red when: the batch is indexed by numbers, or a loss that
     # the instance has is gone after.
-    class Rows(Dataset[dict[str, Tensor]]):
-        def __len__(self) -> int:
-            return ROWS
-
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            x, y = data()[index]
-            return {"x": x, "y": y}
-
     def losses_fn(model: Any, batch: Any) -> Tensor:
         return losses_of(model.network, (batch["x"], batch["y"]))
 
-    model = model_of()
+    model, rows = model_of(), [{"x": x, "y": y} for x, y in data()]
     model.loss = own = lambda *_: pytest.fail("the losses function stands for it")
-    fitted(model, always(selector=rowprop.TopK(keep=0.5), engine="sliced", losses_fn=losses_fn), dataset=Rows())
+    fitted(model, always(selector=rowprop.TopK(keep=0.5), engine="sliced", losses_fn=losses_fn), dataset=rows)
     check_same(model.network, by_hand(hardest(0.5))[0])
     assert model.loss is own
 
@@ -145,7 +117,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
         fitted(model, always(selector=rowprop.selection.AboveMean(), engine="sliced"))
         return model.network
 
-    check_two_ranks(train, tmp_path)
+    plain_loop.check_two_ranks(train, tmp_path)
 
 
 def test_two_processes_of_unequal_batches_count_all_rows_alike(tmp_path: Path):
@@ -162,7 +134,7 @@ def test_two_processes_of_unequal_batches_count_all_rows_alike(tmp_path: Path):
 
     plain = network()
     descend(plain, batches(6), lambda plain, batch: losses_of(plain, batch).mean())
-    check_same(on_two_ranks(train, tmp_path), plain)
+    check_same(plain_loop.on_two_ranks(train, tmp_path), plain)
 
 
 def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
@@ -184,10 +156,10 @@ def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
         trainer.close()
         fitted(second, resumed, load_path=str(tmp_path / "half.pt"))
         assert torch.equal(whole.step.generator.get_state(), resumed.step.generator.get_state())
-        check_equal(straight, second)
+        plain_loop.check_equal(straight, second)
         return second.network
 
-    on_two_ranks(train, tmp_path)
+    plain_loop.on_two_ranks(train, tmp_path)
 
 
 def test_callbacks_see_the_model_and_its_forward():
@@ -252,27 +224,26 @@ def test_a_microbatch_that_keeps_nothing_has_no_part_in_the_loss_of_the_kept():
 def test_what_the_algorithm_refuses():
     ours, half = load(MODULE).SelectiveBackpropAlgorithm, rowprop.TopK(keep=0.5)
     algorithms, classifier = load("composer.algorithms"), load("composer.models").ComposerClassifier
-    with pytest.raises(InvalidInput, match=r"device_train_microbatch_size"):
-        ours(accumulate_to=8)
-    with pytest.raises(InvalidInput, match=r"carry no ids"):
-        ours(history=LossHistory(ROWS))
-    with pytest.raises(InvalidInput, match=r"are the schedule"):
-        ours(schedule=rowprop.schedule.Schedule())
-    with pytest.raises(InvalidInput, match=r"keep=0.3 and a selector"):
-        ours(keep=0.3, selector=half)
-    for wrong in ({"start": 0.9, "end": 0.5}, {"keep": 1.5}, {"scale_factor": 2.0}, {"interrupt": 1}):
-        with pytest.raises(InvalidInput):
-            ours(**wrong)
-    with pytest.raises(InvalidInput, match=r"Classifier's loss_fn .* takes no reduction"):
-        trainer_of(classifier(network(), 3, loss_fn=lambda outputs, y: outputs.sum()), [ours()])
     summed = load("composer.loss").binary_cross_entropy_with_logits
-    with pytest.raises(InvalidInput, match=r"reduction='sum' but 'mean' was needed"):
-        trainer_of(classifier(network(), 3, loss_fn=summed), [ours()])
+    unreduced = classifier(network(), 3, loss_fn=lambda outputs, y: outputs.sum())
+    for said, refused in (
+        (r"device_train_microbatch_size", lambda: ours(accumulate_to=8)),
+        (r"carry no ids", lambda: ours(history=LossHistory(ROWS))),
+        (r"are the schedule", lambda: ours(schedule=rowprop.schedule.Schedule())),
+        (r"keep=0.3 and a selector", lambda: ours(keep=0.3, selector=half)),
+        ("end=0.5", lambda: ours(start=0.9, end=0.5)),
+        ("keep=1.5", lambda: ours(keep=1.5)),
+        ("scale=2.0", lambda: ours(scale_factor=2.0)),
+        ("interrupt=1", lambda: ours(interrupt=1)),
+        (r"Classifier's loss_fn .* takes no reduction", lambda: trainer_of(unreduced, [ours()])),
+        (r"reduction='sum' but 'mean' was", lambda: trainer_of(classifier(network(), 3, loss_fn=summed), [ours()])),
+        (r"two algorithms SelectiveBackprop", lambda: fitted(model_of(), ours(), algorithms.SelectiveBackprop())),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            refused()
     for other in (algorithms.LabelSmoothing(), algorithms.MixUp(interpolate_loss=True)):
         with pytest.raises(InvalidInput, match=rf"{type(other).__name__} changes targets or losses"):
             fitted(model_of(), ours(), other)
-    with pytest.raises(InvalidInput, match=r"two algorithms SelectiveBackprop"):
-        fitted(model_of(), ours(), algorithms.SelectiveBackprop())
     trainer = trainer_of(model_of(), [ours(ranks=Local())])
     trainer.state.auto_microbatching = True  # Composer has it for GPUs alone
     with pytest.raises(InvalidInput, match=r"device_train_microbatch_size='auto'.*give a number"):

@@ -35,15 +35,26 @@ def test_without_trl_its_lines_tell_the_pip_line(line: Any, monkeypatch: pytest.
         line(object())
 
 
-@pytest.mark.parametrize(
-    ("line", "old", "least"), [(pick_answers, "1.7.0", "1.15"), (select_answers, "1.15.3", "1.16")]
-)
-def test_an_older_trl_is_named(line: Any, old: str, least: str, monkeypatch: pytest.MonkeyPatch):
+def import_transformers(_: Any) -> None:
+    importlib.import_module("rowprop.integrations.transformers")
+
+
+OLD = [  # who asks, for which package, in which version, and what it needs at least
+    (pick_answers, "trl", "1.7.0", "1.15"),
+    (select_answers, "trl", "1.15.3", "1.16"),
+    (import_transformers, "transformers", "5.2.0", "5.23"),
+]
+
+
+@pytest.mark.parametrize(("asks", "package", "old", "least"), OLD)
+def test_an_older_package_is_named(asks: Any, package: str, old: str, least: str, monkeypatch: pytest.MonkeyPatch):
     # Red when: the trainer of an older TRL is changed, whose methods have other names, or whose forward has no head to
-    # hand anything to.
-    module = types.ModuleType("trl")
-    module.__version__ = old  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "trl", module)
+    # hand anything to; or a Trainer that divides the loss by the accumulation steps again.
+    module: Any = types.ModuleType(package)
+    module.__version__, module.Trainer = old, type("Trainer", (), {})
+    monkeypatch.setitem(sys.modules, package, module)
+    monkeypatch.delitem(sys.modules, "rowprop.integrations.transformers", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
-    with pytest.raises(MissingExtra, match=rf"trl {least} or newer but trl {old} is installed".replace(".", r"\.")):
-        line(object())
+    needed = f"{package} {least} or newer but {package} {old}"
+    with pytest.raises(MissingExtra, match=re.escape(needed)):
+        asks(object())

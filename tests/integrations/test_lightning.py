@@ -15,51 +15,35 @@ import pytest
 import torch
 from torch import Tensor
 
+import plain_loop
 import rowprop
-from plain_loop import (
-    BATCH,
-    EPOCHS,
-    ROWS,
-    batches,
-    by_hand,
-    check_same,
-    data,
-    descend,
-    hardest,
-    losses_of,
-    network,
-    only_with,
-)
+from plain_loop import BATCH, EPOCHS, ROWS, batches, by_hand, check_equal, check_same, data, descend, hardest, network
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, WithIds
-from trainers import fit, module_of
+from trainers import Lightning, fit, module_of
 
 MODULE = "rowprop.integrations.lightning"
 
-pytestmark = only_with("lightning", "integrations")
+pytestmark = plain_loop.only_with("lightning", "integrations")
+ours = Lightning().ours
 
 
 def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     # Red when: a rank's loss carries another factor than its share of the kept rows.
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
     module, model = module_of("lightning.pytorch"), network()
     ranks = [(x[rank::2], y[rank::2]) for x, y in batches(2 * BATCH) for rank in (0, 1)]
-    descend(model, ranks, lambda model, batch: losses_of(model, batch).topk(BATCH // 2).values.mean(), every=2)
-    ours = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced")
-    fit(module, [ours], tmp_path, strategy="ddp_fork", devices=2, use_distributed_sampler=False)
+    hardest_half = lambda model, batch: plain_loop.losses_of(model, batch).topk(BATCH // 2).values.mean()  # noqa: E731
+    descend(model, ranks, hardest_half, every=2)
+    callback = ours(rowprop.TopK(keep=0.5), engine="sliced")
+    fit(module, [callback], tmp_path, strategy="ddp_fork", devices=2, use_distributed_sampler=False)
     check_same(module.network, model)
 
 
 def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
     # Red when: the callback saves no state, so that the generator begins again.
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
-    def callback() -> SelectiveBackpropCallback:
+    def callback() -> Any:
         generator = torch.Generator().manual_seed(3)
-        return SelectiveBackpropCallback(
-            rowprop.RandomRows(keep=0.5), engine="sliced", generator=generator, history=LossHistory(ROWS)
-        )
+        return ours(rowprop.RandomRows(0.5), engine="sliced", generator=generator, history=LossHistory(ROWS))
 
     straight, first, second = (module_of("lightning.pytorch") for _ in range(3))
     dataset = WithIds(data())
@@ -71,34 +55,28 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     resumed = callback()
     fit(second, [resumed], tmp_path, dataset=dataset, ckpt=tmp_path / "half.ckpt")
-    for a, b in zip(straight.parameters(), second.parameters(), strict=True):
-        assert torch.equal(a, b)
+    check_equal(straight, second)
     known = (each.step.history.losses_of(torch.arange(ROWS)) for each in (whole, resumed))
     assert torch.equal(next(known), next(known))
 
 
 def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
     # Red when: the checkpoint holds the first rank's state alone, so that both draw the same rows after a resume.
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
     def train(part: str, **settings: Any) -> Any:
-        module, ours = (
-            module_of("lightning.pytorch"),
-            SelectiveBackpropCallback(rowprop.RandomRows(keep=0.5), engine="sliced"),
-        )
+        module, callback = module_of("lightning.pytorch"), ours(rowprop.RandomRows(keep=0.5), engine="sliced")
 
         def seed(*_: Any, **__: Any) -> None:  # by rank: in the process, before the callback makes its step
-            ours._settings["generator"] = torch.Generator().manual_seed(torch.distributed.get_rank())
+            callback._settings["generator"] = torch.Generator().manual_seed(torch.distributed.get_rank())
 
         def note(trainer: Any, *_: Any) -> None:
-            found = ours.step.generator.get_state(), [*module.state_dict().values()]
+            found = callback.step.generator.get_state(), [*module.state_dict().values()]
             torch.save(found, tmp_path / f"{part}_{trainer.global_rank}.pt")
             if trainer.max_epochs < EPOCHS:
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
 
         beside = importlib.import_module("lightning.pytorch.callbacks").LambdaCallback
-        fit(module, [beside(setup=seed, on_train_end=note), ours], tmp_path, strategy="ddp_fork", devices=2,
-            use_distributed_sampler=False, **settings)  # fmt: skip
+        settings |= {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": False}
+        fit(module, [beside(setup=seed, on_train_end=note), callback], tmp_path, **settings)
 
     train("straight")
     train("first", max_epochs=1)
@@ -115,8 +93,6 @@ def test_the_module_is_as_it_was_after_an_exception(
 ):
     # Against the module's own step, which is an attribute of the instance. Red when: it is given back after a success
     # alone, or is gone; when a second fit does not select; or when a checkpoint of the exception waits for other ranks.
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))  # Lightning ignores it
     monkeypatch.setattr(f"{MODULE}.gather_states", lambda state: [state, state])
     saved = list[Any]()
@@ -127,26 +103,24 @@ def test_the_module_is_as_it_was_after_an_exception(
 
     module = module_of("lightning.pytorch")
     module.training_step = own = lambda batch, _: module.losses(batch).mean()
-    ours = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced")
+    callback = ours(rowprop.TopK(keep=0.5), engine="sliced")
     failing = importlib.import_module("lightning.pytorch.callbacks").LambdaCallback(
-        on_train_batch_end=fail, on_exception=lambda *_: saved.append(ours.state_dict())
+        on_train_batch_end=fail, on_exception=lambda *_: saved.append(callback.state_dict())
     )
     with pytest.raises(SystemExit if raised is KeyboardInterrupt else raised):
-        fit(module, [ours, failing], tmp_path)
+        fit(module, [callback, failing], tmp_path)
     assert len(saved[0]["ranks"]) == 1
     assert vars(module)["training_step"] is own
     module.network.load_state_dict(network().state_dict())
-    fit(module, [ours], tmp_path)
+    fit(module, [callback], tmp_path)
     check_same(module.network, by_hand(hardest(0.5))[0])
     assert vars(module)["training_step"] is own
-    assert len(ours.state_dict()["ranks"]) == 2
+    assert len(callback.state_dict()["ranks"]) == 2
 
 
 @pytest.mark.parametrize(("max_epochs", "max_steps"), [(2, 4), (2, 100), (2, -1), (None, 4)])
 def test_progress_ends_where_the_training_does(max_epochs: int | None, max_steps: int, tmp_path: Path):
     # Red when: one of the two limits is left out where it comes first.
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
     seen = list[float]()
 
     class Sees(rowprop.TopK):
@@ -154,26 +128,23 @@ def test_progress_ends_where_the_training_does(max_epochs: int | None, max_steps
             seen.append(context.progress)
             return super().__call__(scores, context)
 
-    ours = SelectiveBackpropCallback(Sees(keep=0.5), engine="sliced")
-    fit(module_of("lightning.pytorch"), [ours], tmp_path, max_epochs=max_epochs, max_steps=max_steps)
+    callback = ours(Sees(keep=0.5), engine="sliced")
+    fit(module_of("lightning.pytorch"), [callback], tmp_path, max_epochs=max_epochs, max_steps=max_steps)
     whole = 4 if max_steps == 4 else EPOCHS * ROWS // BATCH
     assert seen == pytest.approx([number / whole for number in range(whole)])
 
 
 def test_what_the_callback_refuses(tmp_path: Path):
-    from rowprop.integrations.lightning import SelectiveBackpropCallback
-
+    half = rowprop.TopK(keep=0.5)
     with pytest.raises(InvalidInput, match=r"accumulate_grad_batches"):
-        SelectiveBackpropCallback(rowprop.TopK(keep=0.5), accumulate_to=8)
-    module = module_of("lightning.pytorch")
-    module.automatic_optimization = False
-    with pytest.raises(InvalidInput, match=r"optimizes by hand"):
-        fit(module, [SelectiveBackpropCallback(rowprop.TopK(keep=0.5))], tmp_path)
-    module = module_of("lightning.pytorch")
-    module.losses = None
-    with pytest.raises(InvalidInput, match=r"has no method losses\(batch\)"):
-        fit(module, [SelectiveBackpropCallback(rowprop.TopK(keep=0.5))], tmp_path)
-    module = module_of("lightning.pytorch")
-    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
-    with pytest.raises(InvalidInput, match=r"more than once, as LBFGS does"):
-        fit(module, [SelectiveBackpropCallback(rowprop.TopK(keep=0.5))], tmp_path)
+        ours(half, accumulate_to=8)
+    for said, changed in (
+        (r"optimizes by hand", {"automatic_optimization": False}),
+        (r"has no method losses\(batch\)", {"losses": None}),
+        (r"more than once, as LBFGS does", {"configure_optimizers": lambda: torch.optim.LBFGS(module.parameters())}),
+    ):
+        module = module_of("lightning.pytorch")
+        for name, value in changed.items():
+            setattr(module, name, value)
+        with pytest.raises(InvalidInput, match=said):
+            fit(module, [ours(half)], tmp_path)

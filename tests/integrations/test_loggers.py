@@ -22,6 +22,7 @@ import rowprop
 from plain_loop import DOCS, by_hand, descend, hardest, losses_of
 
 NAMES = ("loss_all", "loss_kept", "kept")
+Read = Callable[[str], list[float]]
 LOGGERS = ("tensorboard", "mlflow", "trackio", "wandb")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -45,10 +46,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-# --- readers: the values of a number, in the order of the steps -------------------------------------------------------
-
-
 def in_tensorboard(folder: Path, name: str) -> list[float]:
+    """The values of a number, in the order of the steps."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events,) = folder.rglob("events.out.tfevents.*")
@@ -65,8 +64,8 @@ def in_mlflow(experiment: str, name: str) -> list[float]:
     return [metric.value for metric in sorted(client.get_metric_history(run.info.run_id, name), key=lambda m: m.step)]
 
 
-def in_trackio(folder: Path, project: str, name: str) -> list[float]:
-    with sqlite3.connect(folder / "trackio" / f"{project}.db") as db:
+def in_trackio(file: Path, name: str) -> list[float]:
+    with sqlite3.connect(file) as db:
         lines = [json.loads(line) for (line,) in db.execute("SELECT metrics FROM metrics ORDER BY step")]
     return [line[name] for line in lines if name in line]
 
@@ -85,31 +84,30 @@ def in_wandb(file: str, name: str) -> list[float]:
         whole += data[place + 7 : place + 7 + size]
         place += 7 + size
         if kind in (1, 4):  # a whole one, or the last part
-            record = Record.FromString(whole)
-            found += [
-                json.loads(item.value_json)
-                for item in record.history.item
-                if name in (item.key, "/".join(item.nested_key))
-            ]
+            items = Record.FromString(whole).history.item
+            found += [json.loads(each.value_json) for each in items if name in (each.key, "/".join(each.nested_key))]
             whole = b""
     return found
 
 
-# --- a loop of one's own ----------------------------------------------------------------------------------------------
+def readers(place: Path, folder: str, experiment: str, file: str, prefix: str = "") -> dict[str, Read]:
+    """What reads the numbers of a training from the files of each logger."""
+    return {
+        "tensorboard": lambda name: in_tensorboard(place / folder, prefix + name),
+        "mlflow": lambda name: in_mlflow(experiment, name),
+        "trackio": lambda name: in_trackio(place / "trackio" / f"{folder}.db", prefix + name),
+        "wandb": lambda name: in_wandb(file, prefix + name),
+    }
 
 
 @pytest.fixture(scope="module")
-def looped(place: Path) -> dict[str, Callable[[str], list[float]]]:
+def looped(place: Path) -> dict[str, Read]:
     """The page's loops have run, each logger in its own."""
     namespace: dict[str, Any] = {}
     for block in re.findall(r"^```py\n(.*?)^```\n", (DOCS / "loggers.md").read_text(), re.MULTILINE | re.DOTALL):
         exec(compile(block, "loggers.md", "exec"), namespace)
-    return {
-        "tensorboard": lambda name: in_tensorboard(place / "runs", name),
-        "mlflow": lambda name: in_mlflow("Default", name),
-        "trackio": lambda name: in_trackio(place, "rowprop", name),
-        "wandb": lambda name: in_wandb(namespace["run"].settings.sync_file, name),
-    }
+    found = readers(place, "runs", "Default", namespace["run"].settings.sync_file)
+    return found | {"trackio": lambda name: in_trackio(place / "trackio" / "rowprop.db", name)}
 
 
 @pytest.mark.parametrize("logger", LOGGERS)
@@ -130,34 +128,24 @@ def test_the_lines_of_the_page_write_the_numbers(logger: str, looped: dict[str, 
     assert looped[logger]("num_kept") == [16, 16, 16]
 
 
-# --- through the frameworks' own --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def trained(place: Path) -> dict[str, Callable[[str], list[float]]]:
+def trained(place: Path) -> dict[str, Read]:
     """Transformers' Trainer has trained with all of them."""
     import wandb
 
     from rowprop.integrations.transformers import select
     from transformers_trainer import classes, classifier, make_trainer, texts
 
+    settings = {"report_to": list(LOGGERS), "project": "trainer", "num_train_epochs": 1, "run_name": "ours"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(place / "trainer"))
         patch.setenv("MLFLOW_EXPERIMENT_NAME", "trainer")
-        trainer = make_trainer(
-            classifier(), texts(classes), place / "output", report_to=list(LOGGERS), project="trainer",
-            num_train_epochs=1, run_name="ours",
-        )  # fmt: skip
+        trainer = make_trainer(classifier(), texts(classes), place / "output", **settings)
         select(trainer, rowprop.TopK(keep=0.5), engine="sliced")
         trainer.train()
         file = wandb.run.settings.sync_file
         wandb.finish()
-    return {
-        "tensorboard": lambda name: in_tensorboard(place / "trainer", f"train/{name}"),
-        "mlflow": lambda name: in_mlflow("trainer", name),
-        "trackio": lambda name: in_trackio(place, "trainer", f"train/{name}"),
-        "wandb": lambda name: in_wandb(file, f"train/{name}"),
-    }
+    return readers(place, "trainer", "trainer", file, "train/")
 
 
 @pytest.mark.parametrize("logger", LOGGERS)
@@ -180,7 +168,7 @@ def test_the_trainers_loggers_have_the_numbers(logger: str, trained: dict[str, A
 
 
 @pytest.fixture(scope="module")
-def lightened(place: Path) -> dict[str, Callable[[str], list[float]]]:
+def lightened(place: Path) -> dict[str, Read]:
     """Lightning has trained with those that it has loggers for."""
     from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
@@ -195,11 +183,7 @@ def lightened(place: Path) -> dict[str, Callable[[str], list[float]]]:
     fit(module_of("lightning.pytorch"), [callback], place, logger=own, log_every_n_steps=1)
     run = own[2].experiment
     run.finish()
-    return {
-        "tensorboard": lambda name: in_tensorboard(place / "lightning", name),
-        "mlflow": lambda name: in_mlflow("lightning", name),
-        "wandb": lambda name: in_wandb(run.settings.sync_file, name),
-    }
+    return readers(place, "lightning", "lightning", run.settings.sync_file)
 
 
 @pytest.mark.parametrize("logger", ["tensorboard", "mlflow", "wandb"])

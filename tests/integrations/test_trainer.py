@@ -5,11 +5,7 @@ The package lives in a venv of its own: `nox -s integrations`. Models are tiny a
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
-import types
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from plain_loop import check_equal, descend, in_processes, last_line_of
-from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
+from plain_loop import check_equal, descend, in_processes, last_line_of, only_with
+from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.history import LossHistory
 from transformers_trainer import (
     BATCH,
@@ -39,41 +35,16 @@ from transformers_trainer import (
     decoder,
     make_trainer,
     row_losses,
+    select,
     texts,
     token_losses,
     trained,
     updates,
 )
 
-MODULE = "rowprop.integrations.transformers"
-
-needs_transformers = pytest.mark.skipif(
-    not (find_spec("transformers") and find_spec("accelerate")), reason="needs transformers: nox -s integrations"
-)
-pytestmark = [
-    pytest.mark.usefixtures("one_thread", "quick_collections"),
-    pytest.mark.filterwarnings("ignore"),  # those of transformers are its own
-]
+pytestmark = [*only_with("transformers", "integrations"), pytest.mark.usefixtures("quick_collections")]
 
 
-# --- without transformers ---------------------------------------------------------------------------------------------
-
-
-def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch):
-    # Red when: a Trainer is changed that divides the loss by the accumulation steps again.
-    old = types.ModuleType("transformers")
-    old.__version__, old.Trainer = "5.2.0", type("Trainer", (), {})
-    monkeypatch.setitem(sys.modules, "transformers", old)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
-    with pytest.raises(MissingExtra, match=r"5\.23 or newer but transformers 5\.2\.0"):
-        importlib.import_module(MODULE)
-
-
-# --- the gradient -----------------------------------------------------------------------------------------------------
-
-
-@needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulated", [1, 2, 4])
 @pytest.mark.parametrize("clip", [0.0, 0.3])
@@ -95,7 +66,6 @@ def test_the_parameters_and_logs_are_those_of_a_plain_loop(kind: str, accumulate
     assert handle.step.state_dict()["step"] == EPOCHS * ROWS // BATCH
 
 
-@needs_transformers
 def test_one_line_before_the_training_skips_zeros(tmp_path: Path):
     # Red when: the Trainer trains a copy, or the gradients of tokens without a label are not found to be zero.
     data = texts(answers)
@@ -108,7 +78,6 @@ def test_one_line_before_the_training_skips_zeros(tmp_path: Path):
     assert (handle.record.live, handle.record.total) == (live, BATCH * LENGTH)
 
 
-@needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulated", [1, 2, 4])
 def test_two_processes_train_on_what_both_keep(kind: str, accumulated: int, tmp_path: Path):
@@ -126,7 +95,6 @@ def test_two_processes_train_on_what_both_keep(kind: str, accumulated: int, tmp_
     in_processes(train)
 
 
-@needs_transformers
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_ranks_that_select_together_keep_the_rows_of_one_batch(accumulated: int, tmp_path: Path):
     # TopK among the tokens of both, of which each has more or fewer. Red when: a rank's batch counts by its own tokens,
@@ -141,13 +109,12 @@ def test_ranks_that_select_together_keep_the_rows_of_one_batch(accumulated: int,
     descend(model.train(), updates(data, 2 * accumulated), loss_of)
 
     def train() -> None:
-        settings = {"select": {"ranks": rowprop.distributed.Global()}, "gradient_accumulation_steps": accumulated}
+        settings = {"selecting": {"ranks": rowprop.distributed.Global()}, "gradient_accumulation_steps": accumulated}
         check(trained(decoder(), data, tmp_path, half, **settings)[0], model)
 
     in_processes(train)
 
 
-@needs_transformers
 def test_weights_that_are_not_even_refer_to_all_rows_of_the_update(tmp_path: Path):
     # A selector that keeps the first half of a batch with weights 2/N, so that the loss estimates the mean over all N
     # tokens. Red when: batches count by their kept tokens, or alike.
@@ -165,24 +132,43 @@ def test_weights_that_are_not_even_refer_to_all_rows_of_the_update(tmp_path: Pat
     check(trained(decoder(), data, tmp_path, halves, gradient_accumulation_steps=2)[0], model)
 
 
-@needs_transformers
-def test_the_trainers_division_by_accumulated_batches_is_left_out(tmp_path: Path):
+def without_keywords() -> Any:
+    model = classifier()
+    model.accepts_loss_kwargs = False
+    return model
+
+
+def means_of_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits, labels = model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    return torch.stack([F.cross_entropy(*row, ignore_index=-100) for row in zip(logits, labels, strict=True)])
+
+
+def padded_losses(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    logits, labels = model(input_ids=inputs["input_ids"]).logits, F.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    return F.cross_entropy(logits.mT, labels, reduction="none")
+
+
+LINES = {  # the model, its labels, the losses of the plain loop, the line's settings, batches of an update
     # For models that take no keywords, which the others here do. Red when: loss_is_scaled_for_ga stays as it is.
-    data, model, ours = texts(classes), classifier(), classifier()
-    by_hand(model, data, row_losses, at_once=2)
-    ours.accepts_loss_kwargs = False
-    check(trained(ours, data, tmp_path, gradient_accumulation_steps=2)[0], model)
-
-
-@needs_transformers
-def test_a_second_forward_gives_the_same_gradient(tmp_path: Path):
+    "the Trainer's division by its batches": (without_keywords, classes, row_losses, {}, 2),
     # Red when: `recompute` is handed labels that were taken out of the batch.
-    data, model = texts(classes), classifier()
-    logged = by_hand(model, data, row_losses)
-    check(trained(classifier(), data, tmp_path, select={"engine": "recompute"})[0], model, logged)
+    "a second forward": (classifier, classes, row_losses, {"engine": "recompute"}, 1),
+    # Red when: a row's loss is the sum of its tokens', or tokens without a label count.
+    "rows of a language model": (decoder, answers, means_of_tokens, {"unit": "row"}, 1),
+    # Red when: tokens whose label is -100 count, or the mask is not shifted.
+    "losses of one's own": (decoder, answers, token_losses, {"losses_fn": padded_losses, "unit": "token"}, 2),
+}
 
 
-@needs_transformers
+@pytest.mark.parametrize("line", LINES)
+def test_the_line_trains_as_a_plain_loop(line: str, tmp_path: Path):
+    make, labels, losses_fn, selecting, accumulated = LINES[line]
+    data, model = texts(labels), make()
+    logged = by_hand(model, data, losses_fn, at_once=accumulated)
+    trainer, _ = trained(make(), data, tmp_path, selecting=selecting, gradient_accumulation_steps=accumulated)
+    check(trainer, model, logged)
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_mixed_precision_is_the_trainers(accumulated: int, tmp_path: Path):
     # The engine of plain indexing: bfloat16 sums in another order are others. Red when: the losses are computed in
@@ -196,7 +182,7 @@ def test_mixed_precision_is_the_trainers(accumulated: int, tmp_path: Path):
     logged = by_hand(model, data, losses_fn, at_once=accumulated)
     by_hand(plain, data, row_losses, at_once=accumulated)
     settings: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": accumulated}
-    trainer, _ = trained(classifier(), data, tmp_path, select={"engine": "masked"}, **settings)
+    trainer, _ = trained(classifier(), data, tmp_path, selecting={"engine": "masked"}, **settings)
     difference = max(float((a - b).abs().max()) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert difference > 1e-4
     for found, expected in zip(trainer.model.parameters(), model.parameters(), strict=True):
@@ -204,45 +190,35 @@ def test_mixed_precision_is_the_trainers(accumulated: int, tmp_path: Path):
     assert trainer.state.log_history[0]["loss_all"] == pytest.approx(logged[0]["loss_all"], abs=1e-5)
 
 
-@needs_transformers
 def test_a_gradient_scaler_stays_the_trainers(tmp_path: Path):
     # The Trainer makes a scaler for float16 on accelerators alone, so a scaler is put into accelerate. Red when: the
     # gradients are made those of the mean only after the scaler has stepped.
-    from rowprop.integrations.transformers import select
-
     data, model = texts(classes), classifier()
     logged = by_hand(model, data, row_losses, at_once=2)
     trainer = make_trainer(classifier(), data, tmp_path, gradient_accumulation_steps=2)
     trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    select(trainer, rowprop.selection.AboveMean(), engine="sliced")
+    select(trainer)
     trainer.train()
     assert scaler.get_scale() == 4096.0  # 6 updates
     check(trainer, model, logged)
 
 
-# --- all rows are the untouched Trainer -------------------------------------------------------------------------------
-
-
-def untouched_and_all(make: Any, data: Any, folder: Path, *, selected: Any = None, **more: Any) -> Iterator[Any]:
+def untouched_and_all(make: Any, data: Any, folder: Path, *, selecting: Any = None, **more: Any) -> list[Any]:
     """A trainer as it is, and one that keeps all rows, both trained."""
-    from rowprop.integrations.transformers import select
-
-    for number in range(2):
-        trainer = make_trainer(make(), data, folder, **more)
-        if number:
-            select(trainer, rowprop.TopK(keep=1.0), **selected or {})
+    plain, ours = (make_trainer(make(), data, folder, **more) for _ in range(2))
+    select(ours, rowprop.TopK(keep=1.0), **selecting or {})
+    for trainer in (plain, ours):
         trainer.train()
-        yield trainer
+    return [plain, ours]
 
 
-@needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_rows_are_the_untouched_trainer(kind: str, tmp_path: Path):
     # Bit for bit, evaluation included. Tokens by plain indexing: other engines leave out the tokens without a label, so
     # that sums are in another order. Red when: the loss is a sum of losses times 1/N, is scaled, or when random numbers
     # are drawn.
     make, labels, _ = KINDS[kind]
-    more: dict[str, Any] = {"eval_strategy": "epoch", "selected": {"engine": "masked"} if kind == "tokens" else {}}
+    more: dict[str, Any] = {"eval_strategy": "epoch", "selecting": {"engine": "masked"} if kind == "tokens" else {}}
     plain, selective = untouched_and_all(make, texts(labels), tmp_path, **SHUFFLED, **more)
     check_equal(plain.model, selective.model)
     for name in ("loss", "eval_loss"):
@@ -262,7 +238,6 @@ def several(generator: torch.Generator, ids: Tensor) -> list[float]:
     return [float(ids[0] % 2), float(ids[1] % 2), float(ids[2] % 2)]
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     ("make", "labels", "settings"),
     [
@@ -281,7 +256,6 @@ def test_every_default_loss_is_the_trainers(make: Any, labels: Any, settings: di
     check(selective, plain.model)
 
 
-@needs_transformers
 @pytest.mark.parametrize("head", ["BertForMaskedLM", "BertForTokenClassification"])
 def test_tokens_that_are_told_in_place_are_not_shifted(head: str, tmp_path: Path):
     # Red when: labels of all tokens are shifted.
@@ -296,12 +270,9 @@ def test_tokens_that_are_told_in_place_are_not_shifted(head: str, tmp_path: Path
     check(selective, plain.model)
 
 
-@needs_transformers
 def test_packed_batches_choose_among_tokens(tmp_path: Path):
     # Two rows in one, told by positions that begin anew. Red when: a packed batch of one row passes for a row.
     from transformers import DataCollatorWithFlattening
-
-    from rowprop.integrations.transformers import select
 
     data = texts(lambda _, ids: ids.tolist())
     packed: dict[str, Any] = {"more": {"data_collator": DataCollatorWithFlattening()}, "rate": 0.1}
@@ -313,25 +284,19 @@ def test_packed_batches_choose_among_tokens(tmp_path: Path):
         trainer.train()
 
 
-@needs_transformers
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: nox -s integrations")
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_a_trainer_of_trl_is_a_subclass_like_others(padding_free: bool, tmp_path: Path):
     # Prompts without labels, padded or packed. Red when: labels are not shifted.
     import sft_trl
-    from rowprop.integrations.transformers import select
 
-    data = [
-        {"input_ids": row["input_ids"], "completion_mask": [int(label != -100) for label in row["labels"]]}
-        for row in texts(answers, rows=8)
-    ]
+    rows = [(row["input_ids"], [int(label != -100) for label in row["labels"]]) for row in texts(answers, rows=8)]
+    data = [{"input_ids": ids, "completion_mask": mask} for ids, mask in rows]
     settings: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05, "num_train_epochs": 1, "max_grad_norm": 0.0}
-    more: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": None}
-    trainers = [
-        sft_trl.trainer_of(decoder(), data, WORDS, tmp_path, padding_free=padding_free, **settings, **more)
-        for _ in range(2)
-    ]
-    handle = select(trainers[1], rowprop.TopK(keep=1.0), engine="sliced")
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": None}
+    settings |= {"padding_free": padding_free}
+    trainers = [sft_trl.trainer_of(decoder(), data, WORDS, tmp_path, **settings) for _ in range(2)]
+    handle = select(trainers[1], rowprop.TopK(keep=1.0))
     for trainer in trainers:
         trainer.train()
     check(trainers[1], trainers[0].model)
@@ -339,35 +304,6 @@ def test_a_trainer_of_trl_is_a_subclass_like_others(padding_free: bool, tmp_path
     assert handle.record.unit == "token"
 
 
-@needs_transformers
-def test_rows_of_a_language_model_have_the_mean_of_their_tokens(tmp_path: Path):
-    # Red when: a row's loss is the sum of its tokens', or tokens without a label count.
-    def losses_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits, labels = model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
-        return torch.stack([F.cross_entropy(*row, ignore_index=-100) for row in zip(logits, labels, strict=True)])
-
-    data, model = texts(answers), decoder()
-    logged = by_hand(model, data, losses_fn)
-    check(trained(decoder(), data, tmp_path, select={"unit": "row"})[0], model, logged)
-
-
-@needs_transformers
-def test_losses_of_ones_own_may_be_of_tokens(tmp_path: Path):
-    # Red when: tokens whose label is -100 count, or the mask is not shifted.
-    def losses_fn(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        logits, labels = model(input_ids=inputs["input_ids"]).logits, F.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
-        return F.cross_entropy(logits.mT, labels, reduction="none")
-
-    data, model = texts(answers), decoder()
-    logged = by_hand(model, data, token_losses, at_once=2)
-    own = {"losses_fn": losses_fn, "unit": "token"}
-    check(trained(decoder(), data, tmp_path, select=own, gradient_accumulation_steps=2)[0], model, logged)
-
-
-# --- logs, checkpoints, the handle ------------------------------------------------------------------------------------
-
-
-@needs_transformers
 def test_logs_are_means_since_the_last_log(tmp_path: Path):
     # Red when: a log tells of the last step alone, or sums go on after a log.
     data = texts(classes)
@@ -381,79 +317,54 @@ def test_logs_are_means_since_the_last_log(tmp_path: Path):
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(sum(e["loss"] for e in steps) / len(steps))
 
 
-@needs_transformers
-def test_the_kept_share_of_each_class_is_logged_on_request(tmp_path: Path):
-    # Against counts by hand. Red when: shares are of all kept rows.
-    data, model = texts(classes), classifier()
-    told = {"classes_fn": lambda inputs: inputs["labels"]}
-    trainer, _ = trained(classifier(), data, tmp_path, rowprop.TopK(keep=0.5), select=told)
-    batch = batches(data)[0]
-    rows = row_losses(model.train(), batch).topk(BATCH // 2).indices
-    for number in batch["labels"].unique().tolist():
-        expected = int((batch["labels"][rows] == number).sum()) / int((batch["labels"] == number).sum())
-        assert trainer.state.log_history[0][f"kept/{number}"] == pytest.approx(expected)
-
-
-@needs_transformers
-def test_the_kept_share_of_each_class_of_tokens_is_logged(tmp_path: Path):
-    # A token is of the class of its row. Red when: places among the flattened tokens are taken for rows, or tokens
-    # without a label are counted.
-    data, model = texts(answers), decoder()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kept_share_of_each_class_is_logged_on_request(kind: str, tmp_path: Path):
+    # Against counts by hand; a token is of the class of its row. Red when: shares are of all kept rows, places among
+    # the flattened tokens are taken for rows, or tokens without a label are counted.
+    make, labels, losses_fn = KINDS[kind]
+    data, model = texts(labels), make()
     classes_fn = lambda inputs: inputs["input_ids"][:, 0] % 2  # noqa: E731
-    trainer, _ = trained(decoder(), data, tmp_path, rowprop.TopK(keep=0.5), select={"classes_fn": classes_fn})
+    trainer, _ = trained(make(), data, tmp_path, rowprop.TopK(keep=0.5), selecting={"classes_fn": classes_fn})
     batch = batches(data)[0]
-    losses = token_losses(model.train(), batch)
-    of_tokens = classes_fn(batch)[:, None].expand(-1, LENGTH - 1)[batch["labels"][:, 1:] != -100]
-    kept = of_tokens[losses.topk(math.ceil(len(losses) / 2)).indices]
-    for number in of_tokens.unique().tolist():
-        expected = int((kept == number).sum()) / int((of_tokens == number).sum())
+    losses, numbers = losses_fn(model.train(), batch), classes_fn(batch)
+    if kind == "tokens":
+        numbers = numbers[:, None].expand(-1, LENGTH - 1)[batch["labels"][:, 1:] != -100]
+    kept = numbers[losses.topk(math.ceil(len(losses) / 2)).indices]
+    for number in numbers.unique().tolist():
+        expected = int((kept == number).sum()) / int((numbers == number).sum())
         assert trainer.state.log_history[0][f"kept/{number}"] == pytest.approx(expected)
 
 
 def resumable(folder: Path, processes: int, **settings: Any) -> tuple[Any, Any]:
     """A trainer that draws rows and remembers them, and its handle."""
-    from rowprop.integrations.transformers import select
-
     generator = torch.Generator().manual_seed(3)
     trainer = make_trainer(
         classifier(), texts(classes), folder, remove_unused_columns=False, save_strategy="steps", save_steps=2,
         gradient_accumulation_steps=2, save_total_limit=4, per_device_train_batch_size=BATCH // processes, **SHUFFLED,
         **settings,
     )  # fmt: skip
-    handle = select(
-        trainer, rowprop.RandomRows(keep=0.5), engine="sliced", generator=generator, history=LossHistory(ROWS)
-    )
-    return trainer, handle
+    return trainer, select(trainer, rowprop.RandomRows(keep=0.5), generator=generator, history=LossHistory(ROWS))
 
 
-def resumed_is_straight(folder: Path, processes: int) -> None:
-    """Three updates in an epoch: the checkpoint after the second and the fourth lie in the middle of one."""
-    straight, whole = resumable(folder, processes)
-    straight.train()
-    for number in (2, 4):
-        resumed, half = resumable(folder / "again", processes)
-        resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{number}"))
-        check_equal(straight.model, resumed.model)
-        known = [each.step.history.losses_of(torch.arange(ROWS)) for each in (whole, half)]
-        torch.testing.assert_close(*known, rtol=0, atol=0, equal_nan=True)
-        assert half.step.state_dict()["step"] == whole.step.state_dict()["step"]
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resumed_training_goes_on_bit_for_bit(processes: int, tmp_path: Path):
+    # Three updates in an epoch: the checkpoint after the second and the fourth lie in the middle of one. Red when: no
+    # state is saved, so that the generator begins again; or one process's file is written over the other's.
+    def run() -> None:
+        straight, whole = resumable(tmp_path, processes)
+        straight.train()
+        for number in (2, 4):
+            resumed, half = resumable(tmp_path / "again", processes)
+            resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{number}"))
+            check_equal(straight.model, resumed.model)
+            known = [each.step.history.losses_of(torch.arange(ROWS)) for each in (whole, half)]
+            torch.testing.assert_close(*known, rtol=0, atol=0, equal_nan=True)
+            assert half.step.state_dict()["step"] == whole.step.state_dict()["step"]
+
+    run() if processes == 1 else in_processes(run)
+    assert (tmp_path / "checkpoint-2" / f"rowprop_{processes - 1}.pt").exists()
 
 
-@needs_transformers
-def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
-    # In the middle of an epoch. Red when: no state is saved, so that the generator begins again.
-    resumed_is_straight(tmp_path, 1)
-    assert (tmp_path / "checkpoint-2" / "rowprop_0.pt").exists()
-
-
-@needs_transformers
-def test_two_processes_go_on_bit_for_bit(tmp_path: Path):
-    # Red when: one process's file is written over the other's.
-    in_processes(lambda: resumed_is_straight(tmp_path, 2))
-    assert (tmp_path / "checkpoint-2" / "rowprop_1.pt").exists()
-
-
-@needs_transformers
 def test_more_processes_go_on_than_have_saved(tmp_path: Path):
     # Red when: a process without a file of its own begins anew, and is alone in an all-reduce.
     straight, _ = resumable(tmp_path, 1)
@@ -469,22 +380,18 @@ def test_more_processes_go_on_than_have_saved(tmp_path: Path):
     in_processes(goes_on)
 
 
-@needs_transformers
 def test_progress_is_the_trainers(tmp_path: Path):
     # Rows are chosen in the second half. Red when: progress counts micro-batches, or is unknown.
     late = {"schedule": rowprop.schedule.Schedule(start=0.5, interrupt=0)}
     trainer, _ = trained(
-        classifier(), texts(classes), tmp_path, rowprop.TopK(keep=0.5), select=late, gradient_accumulation_steps=2
+        classifier(), texts(classes), tmp_path, rowprop.TopK(keep=0.5), selecting=late, gradient_accumulation_steps=2
     )
     assert [e["kept"] for e in trainer.state.log_history if "loss" in e] == [1.0] * 3 + [0.5] * 3
 
 
-@needs_transformers
 def test_removed_the_trainer_is_as_it_was(tmp_path: Path):
     # A subclass with its own loss, which evaluation calls under `select` as well. Red when: a replaced method stays.
     import transformers
-
-    from rowprop.integrations.transformers import select
 
     class Twice(transformers.Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -494,7 +401,7 @@ def test_removed_the_trainer_is_as_it_was(tmp_path: Path):
     data = texts(classes)
     plain, trainer = (make_trainer(classifier(), data, tmp_path, kind=Twice) for _ in range(2))
     before = dict(vars(trainer))
-    handle = select(trainer, rowprop.TopK(keep=0.5), losses_fn=row_losses, engine="sliced")
+    handle = select(trainer, rowprop.TopK(keep=0.5), losses_fn=row_losses)
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
     with pytest.raises(InvalidInput, match=r"selects already"):
         select(trainer, rowprop.TopK(keep=0.5))
@@ -506,18 +413,14 @@ def test_removed_the_trainer_is_as_it_was(tmp_path: Path):
     check_equal(plain.model, trainer.model)
 
 
-@needs_transformers
 def test_the_page_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Red when: a line of the page no longer works, or prints something else.
     monkeypatch.chdir(tmp_path)
     assert last_line_of("trainer.md", capsys) == "8 32"
 
 
-@needs_transformers
 def test_what_select_refuses(tmp_path: Path):
     import transformers
-
-    from rowprop.integrations.transformers import select
 
     selector, data = rowprop.TopK(keep=0.5), texts(classes)
     with pytest.raises(InvalidInput, match=r"a Linear, but a transformers\.Trainer"):

@@ -14,25 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import plain_loop
 import rowprop
 from families import torchvision_models
-from plain_loop import (
-    BATCH,
-    EPOCHS,
-    ROWS,
-    batches,
-    by_hand,
-    by_hand_in_bfloat16,
-    check_equal,
-    check_page_trains_as_by_hand,
-    check_same,
-    data,
-    descend,
-    hardest,
-    last_line_of,
-    losses_of,
-    network,
-)
+from plain_loop import BATCH, EPOCHS, ROWS, batches, by_hand, check_equal, check_same, data, descend, hardest, network
 from trainers import FRAMEWORKS, Composer, Fastai, Lightning, fit, fitted, learner, model_of, module_of
 
 pytestmark = [
@@ -82,7 +67,7 @@ def test_accumulation_is_the_frameworks(framework: Any, tmp_path: Path):
 # of the framework's autocast, or fastai's scale is left out of the backward.
 def test_mixed_precision_is_the_frameworks(framework: Any, tmp_path: Path):
     ours = framework.ours(rowprop.TopK(keep=0.25), engine="recompute")
-    check_same(framework.fit(tmp_path, ours, bf16=True)[0], by_hand_in_bfloat16(0.25))
+    check_same(framework.fit(tmp_path, ours, bf16=True)[0], plain_loop.by_hand_in_bfloat16(0.25))
 
 
 # Bit for bit, with batches of 6 rows, validation included. Red when: the loss is a sum of losses times 1/6, is scaled,
@@ -140,7 +125,7 @@ def test_the_kept_share_of_each_class_is_logged_on_request(framework: Any, tmp_p
     shares: list[dict[str, float]] = []
 
     def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        losses, y = losses_of(model, batch), batch[1]
+        losses, y = plain_loop.losses_of(model, batch), batch[1]
         kept = y[losses.topk(BATCH // 2).indices]
         shares.append({f"kept/{c}": int((kept == c).sum()) / int((y == c).sum()) for c in y.unique().tolist()})
         return losses.topk(BATCH // 2).values.mean()
@@ -152,14 +137,14 @@ def test_the_kept_share_of_each_class_is_logged_on_request(framework: Any, tmp_p
 # Red when: a line of the page no longer works, or prints something else.
 @pytest.mark.parametrize("framework", [Lightning(), Fastai(), Composer()], ids=lambda each: each.name, indirect=True)
 def test_the_page_runs(framework: Any, capsys: pytest.CaptureFixture[str]):
-    assert last_line_of(f"{framework.name}.md", capsys) == "16 64"
+    assert plain_loop.last_line_of(f"{framework.name}.md", capsys) == "16 64"
 
 
 # Red when: a line of the page no longer works, prints something else, or trains on other rows.
 @pytest.mark.parametrize(("package", "model"), [("ignite", "model"), ("skorch", "module")])
 def test_the_page_trains_as_a_plain_loop(package: str, model: str, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip(package, reason="needs it: nox -s integrations")
-    names = check_page_trains_as_by_hand(f"{package}.md", model, capsys)
+    names = plain_loop.check_page_trains_as_by_hand(f"{package}.md", model, capsys)
     if package == "ignite":
         assert names["trainer"].state.metrics["loss_all"] > 1
     else:

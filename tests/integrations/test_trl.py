@@ -28,45 +28,28 @@ WIDTH, VOCABULARY, STEPS = 32, 67, 3
 pytestmark = [*only_with("trl", "integrations"), pytest.mark.usefixtures("quick_collections")]
 
 
-# --- trainers ---------------------------------------------------------------------------------------------------------
+def family(name, **more):
+    """A maker of causal language models of this family."""
+
+    def make():
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, pad_token_id=1, eos_token_id=2, **more,
+        )  # fmt: skip
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+    return make
 
 
-def llama(**more):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**sizes(num_key_value_heads=2), **more))
-
-
-def qwen(**more):
-    """Keys of fewer heads, biases, and a head tied to the embedding."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(Qwen2Config(**sizes(num_key_value_heads=2), tie_word_embeddings=True, **more))
-
-
-def gemma(**more):
-    """A soft cap on the logits."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    return Gemma2ForCausalLM(
-        Gemma2Config(**sizes(num_key_value_heads=2), head_dim=8, final_logit_softcapping=2.0, sliding_window=8, **more)
-    )
-
-
-def granite(**more):
-    """Logits divided by a constant."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    return GraniteForCausalLM(GraniteConfig(**sizes(num_key_value_heads=2), logits_scaling=3.0, **more))
-
-
-def mixtral(**more):
-    """Experts, with their own loss beside the tokens'."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(**sizes(num_key_value_heads=2), num_local_experts=4, output_router_logits=True, **more)
-    )
+llama = family("Llama")
+FAMILIES = {
+    "keys of fewer heads, biases, and a head tied to the embedding": family("Qwen2", tie_word_embeddings=True),
+    "a soft cap on the logits": family("Gemma2", head_dim=8, final_logit_softcapping=2.0, sliding_window=8),
+    "logits divided by a constant": family("Granite", logits_scaling=3.0),
+    "experts, with their own loss": family("Mixtral", num_local_experts=4, output_router_logits=True),
+}
 
 
 def adapted():
@@ -80,11 +63,7 @@ def adapted():
     return model
 
 
-def sizes(**more):
-    return {
-        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 1, "eos_token_id": 2, **more,
-    }  # fmt: skip
+FAMILIES["LoRA"] = adapted
 
 
 def conversations():
@@ -101,10 +80,8 @@ def conversations():
 
 def trainer_of(make, folder, **settings):
     torch.manual_seed(0)
-    given = {
-        "max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 0.05, "optim": "sgd", "max_length": 32,
-        "logging_steps": 1,
-    }  # fmt: skip
+    given = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 0.05, "optim": "sgd"}
+    given |= {"max_length": 32, "logging_steps": 1}
     return sft_trl.trainer_of(make(), conversations(), VOCABULARY, folder, **given | settings)
 
 
@@ -162,11 +139,7 @@ def assert_equal_runs(make, folder, **settings):
     return all_tokens, kept_tokens, [int((one[:, 1:] != -100).sum()) for one in labels if one is not None]
 
 
-BATCHES = {
-    "padded": {},
-    "packed": {"packing": True},
-    "free of padding": {"padding_free": True, "max_length": None},
-}
+BATCHES = {"padded": {}, "packed": {"packing": True}, "free of padding": {"padding_free": True, "max_length": None}}
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
@@ -183,7 +156,7 @@ def test_trainers_end_with_equal_parameters_and_logs(batches, accumulated, tmp_p
     assert sum(kept_tokens) < 0.5 * sum(all_tokens)
 
 
-@pytest.mark.parametrize("make", [qwen, gemma, granite, mixtral, adapted])
+@pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
 def test_heads_of_all_kinds_stay_trls(make, tmp_path):
     # Red when: the adapter multiplies by the head's weight itself, or drops the backbone's other outputs.
     assert_equal_runs(make, tmp_path, gradient_accumulation_steps=2)
@@ -254,9 +227,6 @@ def test_the_code_of_the_page_runs(tmp_path):
     assert names["trainer"].state.global_step == STEPS
 
 
-# --- attention="cut" --------------------------------------------------------------------------------------------------
-
-
 def detached(trainer):
     """Let a trainer's attention detach keys and values of tokens whose next token has no label: plain dense code."""
     from transformers import AttentionInterface
@@ -286,9 +256,6 @@ def test_cut_is_the_documented_dense_code(batches, tmp_path):
     assert logs[2][0]["loss"] == pytest.approx(logs[0][0]["loss"], rel=1e-5)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
 def test_bad_arguments_are_named(tmp_path):
     # Red when: an argument is looked at in the first forward alone.
     with pytest.raises(InvalidInput, match=r"a Linear, but a trl\.SFTTrainer was needed"):
@@ -301,9 +268,6 @@ def test_bad_arguments_are_named(tmp_path):
         pick_answers(trainer)
 
 
-# --- select on an SFTTrainer ------------------------------------------------------------------------------------------
-
-
 def test_select_takes_the_losses_of_an_sft_trainer_and_refuses_others(tmp_path):
     # Red when: losses of another kind than the trainer's are selected among.
     from rowprop.integrations.transformers import select
@@ -312,7 +276,6 @@ def test_select_takes_the_losses_of_an_sft_trainer_and_refuses_others(tmp_path):
     select(ours, rowprop.TopK(keep=1.0))
     for trainer in (plain, ours):
         trainer.train()
-    for a, b in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert difference(plain, ours) <= 1e-6
     with pytest.raises(InvalidInput, match=r"SFTTrainer has a compute_loss of its own.*losses_fn"):
         select(trainer_of(llama, tmp_path, loss_type="dft"), rowprop.TopK(keep=0.5))

@@ -37,25 +37,16 @@ loader = DataLoader(TensorDataset(x, y), batch_size=16)
 AROUND = {  # what the scripts take for granted
     "Plain loop that indexes its losses": "",
     "Plain loop over all rows": "",
-    "Lightning": """
-import lightning
-""",
+    "Lightning": "import lightning\n",
     "Trainer": """
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 config = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
 arguments = TrainingArguments(folder, max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True)
 data = [{"input_ids": torch.arange(1, 9), "labels": n % 2} for n in range(16)]
 """,
-    "skorch": """
-from skorch import NeuralNetClassifier
-x, y = x.numpy(), y.numpy()
-""",
-    "accelerate": """
-from accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
-""",
-    "Ignite": """
-""",
+    "skorch": "from skorch import NeuralNetClassifier\nx, y = x.numpy(), y.numpy()\n",
+    "accelerate": "from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n",
+    "Ignite": "",
     "fastai and tsai": """
 from fastai.basics import CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, accuracy
 dls = DataLoaders(*(DataLoader(list(zip(x, y)), bs=16, num_workers=0) for _ in range(2)))
@@ -122,12 +113,9 @@ def test_the_scripts_run_and_select_after_the_change_alone(name: str, tmp_path: 
     if package in ("fastai", "composer"):
         torchvision_models()
     monkeypatch.chdir(tmp_path)
-    selected: list[Any] = []
-    select = rowprop.SelectiveBackprop.__call__
-    monkeypatch.setattr(
-        rowprop.SelectiveBackprop, "__call__", lambda *given, **named: selected.append(1) or select(*given, **named)
-    )
-    ran = []
+    selected, ran, select = list[int](), [], rowprop.SelectiveBackprop.__call__
+    spied = lambda *given, **named: selected.append(1) or select(*given, **named)  # noqa: E731
+    monkeypatch.setattr(rowprop.SelectiveBackprop, "__call__", spied)
     for side in sides(name):
         space: dict[str, Any] = {"__name__": name, "folder": str(tmp_path)}
         exec(compile(PLAIN + AROUND[name] + side, name, "exec"), space)
