@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import rowprop
 from rowprop.backprop.watch import Report
+from rowprop.cost.flops import count_flops
 
 N = 8
 ROWS = torch.tensor([1, 4, 6])
@@ -34,10 +36,17 @@ def chain(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return ((x @ w).tanh() @ v).square().sum(1)
 
 
-def gradients(make_loss: Callable[[], Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+def gradients(
+    make_loss: Callable[[], Tensor], leaves: Sequence[Tensor], flops: list[int] | None = None
+) -> list[Tensor | None]:
+    """Of a loss to its leaves; the FLOPs of the backward go to the end of a list."""
     for leaf in leaves:
         leaf.grad = None
-    make_loss().backward()
+    loss = make_loss()
+    with nullcontext() if flops is None else count_flops() as counted:
+        loss.backward()
+    if flops is not None:
+        flops.append(counted.total_flops)
     return [leaf.grad for leaf in leaves]
 
 

@@ -73,22 +73,6 @@ def test_merged_has_each_sum_in_the_first_place(index: list[int], shape: tuple[i
 
 
 @pytest.mark.parametrize(("shape", "layout"), LAYOUTS, ids=str)
-@pytest.mark.parametrize("index", INDICES, ids=str)
-# Red when: a row that repeats is taken each time, or the mask leaves out the parts around the rows.
-def test_after_an_op_at_full_size_each_row_is_taken_once(index: list[int], shape: tuple[int, ...], layout: Layout):
-    g = a_gradient(index, shape, layout)
-    full = torch.randn(shape) * (g.dense() != 0)
-    turned = full.movedim(layout.dim, -1)
-    plain = torch.randn(4)
-    dims = (layout.dim, full.ndim - 1, None, 0)
-    one, other, same, none = Densify("", g, dims).after((full, turned, plain, None))
-    assert one.rows is g.rows and (one.layout, other.layout) == (layout, layout.at(full.ndim - 1))
-    torch.testing.assert_close(one.dense(), full)
-    torch.testing.assert_close(other.dense(), turned)
-    assert same is plain and none is None
-
-
-@pytest.mark.parametrize(("shape", "layout"), LAYOUTS, ids=str)
 # Red when: anything counts or reads entries of the indices (a fake tensor has none).
 def test_nothing_is_read_where_rows_may_repeat(shape: tuple[int, ...], layout: Layout):
     with FakeTensorMode():
@@ -134,7 +118,8 @@ MOST = [[0, 1, 2, 4, 5], [5, 3, 0, 2, 4], [3, 1, 1, 0, 3], [2, 2, 2, 2, 2], [-1,
 
 @pytest.mark.parametrize("rows", MOST, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-# Red when: a row that repeats counts twice after the op at full size, or the gradient upstream is then dense.
+# Red when: a row that repeats counts twice after the op at full size, or the mask of repeats leaves out the parts
+# around the rows, or the gradient upstream is then dense.
 @pytest.mark.usefixtures("as_accelerator")
 def test_upstream_of_an_op_at_full_size_unknown_rows_stay_sliced(name: str, rows: list[int]):
     torch.manual_seed(0)
