@@ -185,16 +185,7 @@ def test_a_compiled_region_decides_as_eager_mode_does():
     # Red: the region keeps the choice of its first backward for every number of rows, or for every policy.
     model, x = mlp(), batch()
     region = compiled(model)
-    for kept, policy in (
-        (4, None),
-        (40, None),
-        (31, None),
-        (32, None),
-        (8, "rows"),
-        (8, "exact"),
-        (8, None),
-        (1, None),
-    ):
+    for kept, policy in (*((rows, None) for rows in (4, 40, 31, 32, 8, 1)), (8, "rows"), (8, "exact"), (8, None)):
         found = gradient(region, x, kept, policy)
         torch.testing.assert_close(found, gradient(model, x, kept, policy))
         projected = policy == "rows" or (policy is None and kept >= 32)

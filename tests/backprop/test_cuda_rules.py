@@ -16,24 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import cuda_cases
 import rowprop
-from cuda_cases import (
-    CASES,
-    HEADS,
-    SINGLE,
-    WIDTH,
-    Case,
-    D,
-    N,
-    S,
-    T,
-    batch_norm,
-    cudnn,
-    efficient,
-    flash,
-    gradients,
-    leaf,
-)
+from cuda_cases import CASES, HEADS, SINGLE, WIDTH, Case, D, N, T, cudnn, efficient, flash, gradients, leaf
 from cuda_kernels import KERNELS, TANH, checked, installed
 from picks import Take, as_indexed, indexed
 from rowprop.backprop.layout import Layout
@@ -143,7 +128,7 @@ def test_flops(name: str):
     with count_flops() as part:
         gradients(case, lambda losses: rowprop.pick(losses, index))
     width = case.rows[2][-1]  # of the values; forward: scores and their mixture, backward: five such products
-    pairs = T * (T + 1) // 2 if name.endswith("_kernel") else T * S  # those two are causal
+    pairs = T * (T + 1) // 2 if name.endswith("_kernel") else T * cuda_cases.S  # those two are causal
     scores, mixture = (2 * N * HEADS * pairs * d for d in (WIDTH, width))
     expected = [scores + mixture, 3 * scores + 2 * mixture]
     assert list(full.by_op.values()) == expected and not full.uncounted
@@ -191,7 +176,7 @@ def test_batch_norm_projects_as_the_ordinary_kernel_does(op: str, channels_last:
         return [v.grad for v in (x, w, b) if v.grad is not None]
 
     expected = run(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True))
-    torch.testing.assert_close(run(lambda *args: batch_norm(op, *args)), expected)
+    torch.testing.assert_close(run(lambda *args: cuda_cases.batch_norm(op, *args)), expected)
 
 
 def evaluated(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -233,7 +218,7 @@ def cross_entropy(x: Tensor) -> Tensor:
 
 
 IMAGE, WEIGHTS = ((4, 3, 2),), ((4,), (4,))
-OF_CUDNN = partial(batch_norm, "cudnn_batch_norm")
+OF_CUDNN = partial(cuda_cases.batch_norm, "cudnn_batch_norm")
 NORMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "batch norm": (trained, IMAGE),
     "batch norm, channels last": (lambda x, *wb: trained(x.contiguous(memory_format=torch.channels_last), *wb), IMAGE),
@@ -242,7 +227,7 @@ NORMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "batch norm in evaluation": (evaluated, IMAGE),
     "cuDNN's batch norm": (OF_CUDNN, IMAGE),
     "cuDNN's batch norm, mixed": (partial(mixed, OF_CUDNN), IMAGE),
-    "either batch norm": (partial(batch_norm, "update"), IMAGE),
+    "either batch norm": (partial(cuda_cases.batch_norm, "update"), IMAGE),
     "instance norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), IMAGE),
 }
 ORDINARY: dict[str, Case] = {
