@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from picks import ROWS, Take, as_indexed, chain, gradients, net
+from picks import ROWS, Take, as_indexed, chain, gradients, net, saving
 from rowprop.backprop.watch import Densified
 
 N, K = 32, 8
@@ -55,19 +55,8 @@ def test_what_runs_at_full_size_is_in_the_report(name: str):
         assert op in report.densified and ours > 2 * K / N * plain
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return 2 * grad
-
-
-@rowprop.rowwise(saved=(), grads=(0,))
-class Declared(Doubled):
-    pass
+Doubled, Declared = (saving(lambda x: 2 * x, lambda grad: 2 * grad, save=lambda x: ()) for _ in range(2))
+rowprop.rowwise(saved=(), grads=(0,))(Declared)
 
 
 def hooked(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
