@@ -26,6 +26,7 @@ from rowprop.backprop.rules.registry import RULES, op_name
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
+from token_models import cut_attention
 
 aten = torch.ops.aten
 TWO = torch.tensor([1, 4])
@@ -179,10 +180,6 @@ def test_batch_norm_projects_as_the_ordinary_kernel_does(op: str, channels_last:
     torch.testing.assert_close(run(lambda *args: cuda_cases.batch_norm(op, *args)), expected)
 
 
-def evaluated(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.batch_norm(x, w.detach() * 0, w.detach() * 0 + 2, w, b)
-
-
 def trained(x: Tensor, w: Tensor | None = None, b: Tensor | None = None) -> Tensor:
     return F.batch_norm(x, None, None, w, b, training=True)
 
@@ -224,7 +221,7 @@ NORMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "batch norm, channels last": (lambda x, *wb: trained(x.contiguous(memory_format=torch.channels_last), *wb), IMAGE),
     "batch norm of features": (trained, ((4,),)),
     "batch norm, mixed": (partial(mixed, trained), IMAGE),
-    "batch norm in evaluation": (evaluated, IMAGE),
+    "batch norm in evaluation": (lambda x, w, b: F.batch_norm(x, w.detach() * 0, w.detach() * 0 + 2, w, b), IMAGE),
     "cuDNN's batch norm": (OF_CUDNN, IMAGE),
     "cuDNN's batch norm, mixed": (partial(mixed, OF_CUDNN), IMAGE),
     "either batch norm": (partial(cuda_cases.batch_norm, "update"), IMAGE),
@@ -330,11 +327,7 @@ def of_tokens(attention: Callable[..., Tensor], take: Take, turned: bool = False
 # Red when: the tokens' dimension is taken for that of the heads; keys' gradients go on whole under cut, or sliced under
 # exact; time in front is not told from the batch.
 def test_tokens_go_on_sliced_behind_a_kernel_that_takes_all(op: str, policy: Any, time_in_front: bool):
-    attention, here = TOKENS[op], SOME[:, None, :, None]
-
-    def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, torch.where(here, k, k.detach()), torch.where(here, v, v.detach()))
-
+    attention, detached = TOKENS[op], cut_attention(SOME, TOKENS[op])
     truth, other = (detached, attention) if policy == "cut" else (attention, detached)
     found: list[Any] = []
 
