@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import rowprop
 from rowprop import host
 from rowprop.backprop.watch import Report
+from zoo import Net
 
 DEVICE = os.environ.get("ROWPROP_GPU_TESTS_ON", "cuda")
 ON_GPU = DEVICE != "cpu"
@@ -409,30 +411,27 @@ def test_other_ops(name: str, rows: str):
     assert not report.densified, str(report)
 
 
-class Experts(nn.Module):
+def experts(grouped: bool) -> nn.Module:
     """A mixture: each token goes to one of three experts, and its result is added back in its place."""
 
-    def __init__(self, grouped: bool) -> None:
-        super().__init__()
-        self.grouped = grouped
-        self.router = nn.Linear(16, 3)
-        self.up, self.down = (nn.Parameter(torch.randn(3, *shape) / 4) for shape in ((16, 32), (32, 16)))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
-        gates = self.router(tokens).softmax(-1)
+        gates = net.router(tokens).softmax(-1)
         expert = gates.argmax(-1)
-        if self.grouped:
+        if grouped:
             order = expert.argsort(stable=True)
             ends = (expert[:, None] == torch.arange(3, device=DEVICE)).sum(0).cumsum(0).int()
-            hidden = torch._grouped_mm(tokens[order], self.up, ends).relu()
-            out = torch._grouped_mm(hidden, self.down, ends) * gates[order].gather(1, expert[order, None])
+            hidden = torch._grouped_mm(tokens[order], net.up, ends).relu()
+            out = torch._grouped_mm(hidden, net.down, ends) * gates[order].gather(1, expert[order, None])
             return torch.zeros_like(tokens).index_add(0, order, out).view_as(x)
         out = torch.zeros_like(tokens)
         for i in range(3):
             (chosen,) = (expert == i).nonzero(as_tuple=True)
-            out = out.index_add(0, chosen, tokens[chosen] @ self.up[i] @ self.down[i] * gates[chosen, i, None])
+            out = out.index_add(0, chosen, tokens[chosen] @ net.up[i] @ net.down[i] * gates[chosen, i, None])
         return out.view_as(x)
+
+    up, down = (nn.Parameter(torch.randn(3, *shape) / 4) for shape in ((16, 32), (32, 16)))
+    return Net(forward, router=nn.Linear(16, 3), up=up, down=down)
 
 
 @pytest.mark.parametrize("rows", ["two", "one", "repeats"])
@@ -441,30 +440,26 @@ def test_experts(grouped: bool, rows: str):
     if grouped and not hasattr(torch, "_grouped_mm"):
         pytest.skip("needs grouped products")
     dtype = torch.bfloat16 if grouped else torch.float32
-    model = Experts(grouped).to(DEVICE, dtype)
+    model = experts(grouped).to(DEVICE, dtype)
     report = compare(lambda x: per_row(model(x)), [(N, T, 16)], list(model.parameters()), dtype, rows)
     assert not report.densified, str(report)
 
 
-class Block(nn.Module):
-    """An encoder block."""
+def block() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        q, k, v = net.qkv(net.norm1(x)).view(N, T, 3, HEADS, D).permute(2, 0, 3, 1, 4)
+        x = x + net.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + net.mlp(net.norm2(x))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(64), nn.LayerNorm(64)
-        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
-        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).view(N, T, 3, HEADS, D).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
+    mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64))
+    layers = {"norm1": nn.LayerNorm(64), "norm2": nn.LayerNorm(64), "qkv": nn.Linear(64, 192), "out": nn.Linear(64, 64)}
+    return Net(forward, **layers, mlp=mlp)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_an_encoder_under_autocast(dtype: torch.dtype, rows: str):
-    model = nn.Sequential(Block(), Block(), nn.Linear(64, 5)).to(DEVICE)
+    model = nn.Sequential(block(), block(), nn.Linear(64, 5)).to(DEVICE)
 
     def losses_of(x: Tensor) -> Tensor:
         with nullcontext() if dtype == torch.float32 else torch.autocast(DEVICE, dtype):
@@ -493,36 +488,30 @@ def test_a_gradient_scaler_unscales_and_steps():
     torch.testing.assert_close(trained(rowprop.pick), trained(lambda x, rows: x[rows]), rtol=1e-3, atol=1e-4)
 
 
-class Residual(nn.Module):
+def residual() -> nn.Module:
     """A small ResNet: two blocks with BatchNorm, and a classifier; channels last."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = self.normed(3)
-        self.block = nn.Sequential(*self.normed(8), nn.ReLU(), *self.normed(8))
-        self.head = nn.Linear(8, 5)
-
-    @staticmethod
     def normed(channels: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x.contiguous(memory_format=torch.channels_last)).relu()
-        x = F.max_pool2d((x + self.block(x)).relu(), 2)
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.stem(x.contiguous(memory_format=torch.channels_last)).relu()
+        x = F.max_pool2d((x + net.block(x)).relu(), 2)
+        return net.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+    inner = nn.Sequential(*normed(8), nn.ReLU(), *normed(8))
+    return Net(forward, stem=normed(3), block=inner, head=nn.Linear(8, 5))
 
 
-class Language(nn.Module):
+def language(recurrent: bool) -> nn.Module:
     """Tokens to scores: an embedding, causal attention, tied weights; or an LSTM in the place of attention."""
 
-    def __init__(self, recurrent: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, 64)
-        self.block = nn.LSTM(64, 64, batch_first=True) if recurrent else Block()
+    def forward(net: Any, tokens: Tensor) -> Tensor:
+        out = net.block(net.table(tokens))
+        return F.linear(out[0] if isinstance(out, tuple) else out, net.table.weight)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        out = self.block(self.table(tokens))
-        return F.linear(out[0] if isinstance(out, tuple) else out, self.table.weight)
+    inner = nn.LSTM(64, 64, batch_first=True) if recurrent else block()
+    return Net(forward, table=nn.Embedding(11, 64), block=inner)
 
 
 def batch_of(name: str, seed: int) -> tuple[Tensor, Tensor]:
@@ -545,9 +534,9 @@ def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "perceptron": lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3)),
-    "ResNet": Residual,
-    "transformer": partial(Language, recurrent=False),
-    "LSTM": partial(Language, recurrent=True),
+    "ResNet": residual,
+    "transformer": partial(language, recurrent=False),
+    "LSTM": partial(language, recurrent=True),
 }
 
 
@@ -566,17 +555,14 @@ def nothing_waits(*but: str) -> Generator[None]:
 
     ``but`` has the ops that may densify, and what only the CPU's kernels would have waited for.
     """
-    at_once = set(host.READ_AT_ONCE)
     if ON_GPU:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
-    else:
-        host.READ_AT_ONCE.clear()
     try:
-        with rowprop.watch() as report:
+        at_once = host.READ_AT_ONCE if ON_GPU else set[str]()
+        with rowprop.watch() as report, mock.patch.object(host, "READ_AT_ONCE", at_once):
             yield
     finally:
-        host.READ_AT_ONCE.update(at_once)
         if ON_GPU:
             torch.cuda.set_sync_debug_mode("default")
     assert not {*report.waited, *report.densified} - set(but), str(report)

@@ -269,7 +269,6 @@ class Accelerator(Waits):
         return tree_map_only(Tensor, wrapped, out)
 
     def refuse(self, why: str) -> None:
-        """Raise, as a device does."""
         raise RuntimeError(why)
 
     def _look(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor], to_us: bool) -> None:

@@ -14,11 +14,13 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -90,10 +92,11 @@ class Recorder(TorchDispatchMode):
 
     def take(self, losses: Tensor) -> Tensor:
         """All losses; the backward marks the gradient that reaches them."""
-        return _Mark.apply(losses, self)
+        losses = losses.clone()
+        losses.register_hook(lambda gradient: self.mark(gradient.clone()))
+        return losses
 
     def run(self, source: str, f: Callable[[], Any]) -> None:
-        """Record the calls that ``f`` makes."""
         self.source = source
         self.marked.clear()
         with self:
@@ -129,17 +132,6 @@ class Recorder(TorchDispatchMode):
             kept = [copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self.calls[key] = Call(func, kept, spec, kinds, self.source)
         self.calls[key].times += 1
-
-
-class _Mark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor, recorder: Recorder) -> Tensor:
-        ctx.recorder = recorder
-        return losses.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.recorder.mark(grad.clone()), None
 
 
 def copy_of(tensor: Tensor, order: str = "same") -> Tensor:
@@ -426,9 +418,9 @@ class Case:
         results = [differs(a, e, self.allowed, values) for a, e in zip(found, wanted, strict=True)]
         # Only floating operands are compared: a kernel may write to its opaque workspace.
         operands = [differs(a, e, self.allowed) if floats(e) else None for a, e in zip(leaves, dense, strict=True)]
-        faults = [*(f"result {i} {how}" for i, how in enumerate(results) if how)]
+        faults = [f"result {i} {how}" for i, how in enumerate(results) if how]
         faults += [f"operand {i} {how} afterwards" for i, how in enumerate(operands) if how]
-        return faults[0] if faults else None
+        return next(iter(faults), None)
 
     def _refuses(self, dense: list[Any], expected: Any) -> bool:
         """Whether the op itself, on dense gradients, goes wrong with plain operands in this order."""
@@ -523,8 +515,6 @@ def differs(actual: Any, expected: Any, relative: float, values: bool = True) ->
 
 @dataclass
 class Findings:
-    """The result of an audit."""
-
     cases: Counter[str] = field(default_factory=Counter)  # for each op, the number of calls that were compared
     stayed: Counter[str] = field(default_factory=Counter)  # in how many of these the op ran on the kept rows
     wrong: list[str] = field(default_factory=list)  # a line for each call in which a rule was wrong, with the fault
@@ -536,18 +526,15 @@ class Findings:
         return sorted({op_name(op) for op in RULES} - {name.rstrip("_") for name in self.stayed} - set(self.stayed))
 
     def __str__(self) -> str:
-        lines = [
-            f"{sum(self.cases.values())} cases of {len(self.cases)} ops compared with the dense truth, "
-            f"{sum(self.stayed.values())} of them of {len(self.stayed)} ops on kept rows only; "
-            f"{self.refused} were none, the op refusing the operands",
-            f"claimed but wrong: {len(self.wrong)}",
-            *(f"  {line}" for line in self.wrong),
-        ]
-        return "\n".join(lines)
+        counts = (
+            f"{self.cases.total()} cases of {len(self.cases)} ops compared with the dense truth, "
+            f"{self.stayed.total()} of them of {len(self.stayed)} ops on kept rows only; "
+            f"{self.refused} were none, the op refusing the operands"
+        )
+        return "\n  ".join([f"{counts}\nclaimed but wrong: {len(self.wrong)}", *self.wrong])
 
 
 def cases_of(call: Call) -> list[Case]:
-    """Every case of a call."""
     shapes = [leaf.shape for leaf, kind in zip(call.leaves, call.kinds, strict=True) if kind == "gradient"]
     if any(prod(shape) > 50_000 for shape in shapes):
         return []
@@ -606,15 +593,8 @@ class Met:
     samples: Counter[str] = field(default_factory=Counter)
 
 
-@contextmanager
-def as_accelerator() -> Generator[None]:
-    """Inside, a read of a tensor's values waits for a device, as under pytest's ``--as-accelerator``."""
-    before = {*host.READ_AT_ONCE}
-    host.READ_AT_ONCE.clear()
-    try:
-        yield
-    finally:
-        host.READ_AT_ONCE.update(before)
+# With it, a read of a tensor's values waits for a device, as under pytest's ``--as-accelerator``.
+as_accelerator = partial(mock.patch.object, host, "READ_AT_ONCE", frozenset[str]())
 
 
 def waited() -> dict[str, Counter[str]]:
@@ -626,9 +606,7 @@ def waited() -> dict[str, Counter[str]]:
                 found.setdefault(what, Counter())[entry.name] += times
         for name in rule_cases.CASES:
             with rowprop.watch() as report:
-                rule_cases.run(
-                    name, lambda losses: rowprop.pick(losses, torch.tensor([1, 4]), batchnorm="exact"), False
-                )
+                rule_cases.run(name, lambda losses: rowprop.pick(losses, [1, 4], batchnorm="exact"), False)
             for what in report.waited:
                 found.setdefault(what, Counter())
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))

@@ -73,17 +73,8 @@ def unpacked(x: Tensor) -> tuple[Tensor, ...]:
     return x.permute(2, 0, 3, 1, 4).unbind()
 
 
-def beside(x: Tensor, *qkv: Tensor) -> Tensor:
-    """Attention of one time step, next to other features: its gradient begins anywhere in memory."""
-    return torch.cat([x, flash(*qkv).flatten(1)], 1)
-
-
 def flash(*qkv: Tensor, **options: Any) -> Tensor:
     return aten._scaled_dot_product_flash_attention(*qkv, **options)[0]
-
-
-def heads_as_rows(*qkv: Tensor) -> Tensor:
-    return flash(*[t.transpose(0, 1) for t in qkv]).transpose(0, 1)
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
@@ -178,9 +169,14 @@ CASES: dict[str, Case] = {
     "flash_grouped": Case(FLASH, flash, GROUPED),
     "flash_one_chunk": Case(FLASH, lambda x: flash(*x.chunk(3, -1)), ((HEADS, T, 3 * WIDTH),)),
     "flash_one_projection": Case(FLASH, lambda x: flash(*unpacked(x)), PACKED),
-    "flash_beside": Case(FLASH, beside, ((3,), *[(HEADS, 1, WIDTH)] * 3)),
+    # One time step, next to other features: its gradient begins anywhere in memory.
+    "flash_beside": Case(
+        FLASH, lambda x, *qkv: torch.cat([x, flash(*qkv).flatten(1)], 1), ((3,), *[(HEADS, 1, WIDTH)] * 3)
+    ),
     "flash_dropout": Case(FLASH, lambda *qkv: flash(*qkv, dropout_p=0.3), QKV, densifies=True),
-    "flash_heads_are_rows": Case(FLASH, heads_as_rows, QKV, densifies=True),
+    "flash_heads_are_rows": Case(
+        FLASH, lambda *qkv: flash(*[t.transpose(0, 1) for t in qkv]).transpose(0, 1), QKV, densifies=True
+    ),
     "efficient": Case(EFFICIENT, efficient, WIDER),
     "efficient_causal": Case(EFFICIENT, lambda *qkv: efficient(*qkv, is_causal=True, scale=0.3), SAME),
     "efficient_multi_query": Case(EFFICIENT, lambda *qkv: efficient(*multi_query(*qkv)), QKV),

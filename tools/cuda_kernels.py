@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,17 +26,21 @@ from rowprop.backprop.rules.registry import RULES
 aten = torch.ops.aten
 Kernels = dict[str, Callable[..., Any]]
 KERNELS: Kernels = {}
+REQUIREMENTS: Kernels = {}
 HALF = {torch.float16, torch.bfloat16}
 STAND_IN = torch.float64
 """Kernels for half precision take this dtype as well, so that a test can compare gradients to many digits."""
 
 
-def kernel(*names: str) -> Callable[[Any], Any]:
+def entered(table: Kernels, *names: str) -> Callable[[Any], Any]:
     def enter(function: Any) -> Any:
-        KERNELS.update(dict.fromkeys(names, function))
+        table.update(dict.fromkeys(names, function))
         return function
 
     return enter
+
+
+kernel, needs = partial(entered, KERNELS), partial(entered, REQUIREMENTS)
 
 
 @contextmanager
@@ -235,7 +240,6 @@ def efficient_backward(g, q, k, v, bias, out, lse, seed, offset, p, mask, causal
 
 
 def turned(*tensors: Tensor) -> list[Tensor]:
-    """(N, time, heads, width) to (N, heads, time, width) or back."""
     return [t.transpose(1, 2) for t in tensors]
 
 
@@ -451,9 +455,6 @@ def gru_cell_backward(g, workspace, has_bias):
     return a, b, g * z, *((a.sum(0), b.sum(0)) if has_bias else (None, None))
 
 
-REQUIREMENTS: dict[str, Callable[..., None]] = {}
-
-
 class Checked:
     """An op that first asserts that CUDA's kernel takes its arguments; ``calls`` counts."""
 
@@ -486,14 +487,6 @@ def checked() -> Generator[dict[str, Checked]]:
         norms.NATIVE = ordinary
         for op, run in rules.items():
             RULES[op].run = run
-
-
-def needs(name: str) -> Callable[[Any], Any]:
-    def enter(check: Any) -> Any:
-        REQUIREMENTS[name] = check
-        return check
-
-    return enter
 
 
 def raw(*tensors: Tensor | None) -> bool:

@@ -179,12 +179,10 @@ def backward(
 
 
 def keep_of(kept: Tensor) -> float:
-    """The share of the losses that is kept."""
     return float(kept.sum()) / kept.numel()
 
 
 def full(decoder: Decoder, **inputs: Tensor) -> int:
-    """FLOPs of the backward of all tokens."""
     return backward(decoder, torch.float32, torch.flatten, **inputs).flops.total_flops
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo import Batch, C, Entry, Losses, N, T, V, classify, frozen, image, language
+from zoo import Batch, C, Entry, Losses, N, T, V, classify, frozen, image, language, vectors
 
 TORCHVISION: list[Entry] = []
 TIMM: list[Entry] = []
@@ -57,7 +57,6 @@ def load(name: str) -> Any:
 
 
 def torchvision_models() -> Any:
-    """The package ``torchvision.models``."""
     return load("torchvision.models")
 
 
@@ -293,7 +292,6 @@ def padded(steps: int = T) -> Batch:
 
 
 def pairs() -> Batch:
-    """Tokens to read and tokens to write."""
     tokens, target = language()()
     return tokens, target, target.roll(-1, 1)
 
@@ -383,21 +381,13 @@ pretrained("SegFormer", "segformer", *images, num_encoder_blocks=2, depths=[1, 1
            num_labels=C, attention="eager")  # fmt: skip
 
 
-def sound() -> Batch:
-    return torch.randn(N, 200), torch.randint(C, (N,))
-
-
-def spectrogram() -> Batch:
-    return torch.randn(N, 8, 12), torch.randint(C, (N,))
-
-
 pretrained(
-    "wav2vec 2.0", "wav2vec2", "AutoModelForAudioClassification", sound, "input_values", **layers, conv_dim=[8, 8],
-    conv_stride=[5, 2], conv_kernel=[10, 3], num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+    "wav2vec 2.0", "wav2vec2", "AutoModelForAudioClassification", vectors(200), "input_values", **layers,
+    conv_dim=[8, 8], conv_stride=[5, 2], conv_kernel=[10, 3], num_feat_extract_layers=2, num_conv_pos_embeddings=4,
     num_conv_pos_embedding_groups=2, mask_time_prob=0.0, num_labels=C, vocab_size=V,
 )  # fmt: skip
 pretrained(
-    "Whisper, encoder", "whisper", "AutoModelForAudioClassification", spectrogram, "input_features", d_model=16,
+    "Whisper, encoder", "whisper", "AutoModelForAudioClassification", vectors(8, 12), "input_features", d_model=16,
     encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=24, num_mel_bins=8, max_source_positions=6,
     num_labels=C, vocab_size=V, pad_token_id=0,
 )  # fmt: skip

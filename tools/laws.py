@@ -44,26 +44,16 @@ from rowprop.step.selective import SelectiveBackprop
 
 @dataclass(frozen=True)
 class SelectorCase:
-    """A selector, and its traits that the laws cannot see.
+    """A selector, and its traits that the laws cannot see."""
 
-    Attributes:
-        make: Makes a new one; some remember.
-        draws: Whether it draws lots. ``"by rank"``: for the ranks of the scores, so that permuting the rows permutes
-            the selection; ``"by row"``: for the rows as they stand.
-        waits: Whether the host waits for the device, because K depends on the scores or ids are looked up.
-        own_weights: Whether the selections do not say that their weights are ``1/K``.
-        unbiased: Whether the selections say that they are unbiased.
-        whole: The same kind so configured that it keeps every row of ten distinct positive scores; None: there is none.
-        of: The same kind from its fraction, a number or a schedule; None: it has none.
-    """
-
-    make: Callable[[], Selector]
+    make: Callable[[], Selector]  # a new one; some remember
+    # It draws lots: "by rank", so that permuting the rows permutes the selection; "by row", for the rows as they stand.
     draws: str | None = None
-    waits: bool = False
-    own_weights: bool = False
-    unbiased: bool = False
-    whole: Callable[[], Selector] | None = None
-    of: Callable[[Any], Selector] | None = None
+    waits: bool = False  # the host waits for the device, because K depends on the scores or ids are looked up
+    own_weights: bool = False  # the selections do not say that their weights are 1/K
+    unbiased: bool = False  # the selections say that they are unbiased
+    whole: Callable[[], Selector] | None = None  # the same kind, which keeps every row of ten distinct positive scores
+    of: Callable[[Any], Selector] | None = None  # the same kind from its fraction, a number or a schedule
 
 
 def reducible(selector: Selector) -> ReducibleLoss:
@@ -72,7 +62,6 @@ def reducible(selector: Selector) -> ReducibleLoss:
 
 
 def around(kind: Callable[[Selector], Selector], **traits: bool) -> SelectorCase:
-    """A selector around the hardest rows."""
     return SelectorCase(
         partial(kind, TopK(0.3)), whole=partial(kind, TopK(1.0)), of=lambda keep: kind(TopK(keep)), **traits
     )

@@ -28,7 +28,6 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def having(losses_fn: Callable[..., object]) -> Callable[[], tuple[nn.Module, Batch, object]]:
-    """The factory of a model and its batch with these losses."""
     return lambda: (*mlp_with_batch(), losses_fn)
 
 

@@ -42,7 +42,6 @@ def tables(lines: list[str]) -> list[str]:
 
 
 def worst(errors: dict[str, float]) -> str:
-    """The largest of them."""
     return f"{max(errors.values()):.0e}"
 
 
@@ -66,19 +65,16 @@ def decoder_line(decoder: Decoder) -> str:
 
 
 def segments_share(decoder: Decoder, way: str) -> float:
-    """FLOPs of whole segments over their share."""
     kept, inputs = PACKED[way]
     cut = decoders.cut(decoder, torch.float32, kept, **inputs)
     return cut.flops.total_flops / decoders.full(decoder, **inputs) / keep_of(kept)
 
 
 def largest(expected: Backward, actual: Backward) -> float:
-    """The largest error of a parameter's gradient."""
     return max(errors(expected, actual).values())
 
 
 def page() -> str:
-    """The page as a whole."""
     versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in PACKAGES)
     lines = [line(entry) for entry in ENTRIES]
     within = [ratio <= LIMIT for _, ratio in lines]
@@ -110,7 +106,6 @@ def page() -> str:
 
 
 def tokens() -> list[str]:
-    """The section on tokens."""
     shares = ", ".join(f"{keep_of(MASKS[mask]):.2f}" for mask in SOME)
     cut = "cut, error | cut, over keep"
     return [

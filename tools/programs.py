@@ -36,8 +36,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import rowprop
+from picks import Take, indexed, saving
 
-Take = Callable[[Tensor, Any], Tensor]
 REFUSED = RuntimeError, IndexError, ValueError, TypeError, AssertionError, AttributeError
 """What a step raises that cannot be done: it is left out."""
 LARGEST = 2500
@@ -97,7 +97,6 @@ class Program:
         return self.once(make)
 
     def module(self, make: Callable[..., nn.Module], *args: Any, **options: Any) -> Any:
-        """A layer, whose parameters are leaves."""
 
         def double() -> nn.Module:
             layer = make(*args, **options).double()
@@ -128,7 +127,6 @@ class Program:
         return self.one(*[d for d in range(1, size + 1) if size % d == 0])
 
     def below(self, size: int, *shape: int) -> Tensor:
-        """Indices below a size."""
         return torch.tensor([self.r.randrange(size) for _ in range(prod(shape))]).view(shape)
 
     def mask(self, *shape: int) -> Tensor:
@@ -174,7 +172,6 @@ class Program:
         return x
 
     def note(self, name: str, gradient: Tensor | None) -> None:
-        """Remember a gradient that a hook sees."""
         if gradient is not None:
             self.noted.setdefault(name, []).append(gradient.clone())
 
@@ -253,7 +250,6 @@ x[:1].copy_(p.take(p.made[0].expand(2, *p.made[0].shape), p.below(2, 1)).mean())
 
 
 def write(p: Program, x: Tensor) -> None:
-    """Write to a view of a tensor."""
     view, change = (p.one(*steps.values()) for steps in (VIEWS, WRITES))
     change(p, view(p, x))
 
@@ -467,17 +463,11 @@ def moved_in_place(p: Program, x: Tensor, d: int) -> Tensor:
 # --- code beside autograd's own ---------------------------------------------------------------------------------------
 
 
-class Cube(torch.autograd.Function):
-    """Works in numpy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.from_numpy(x.detach().numpy() ** 3 / 5)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.from_numpy(grad.numpy() * ctx.saved_tensors[0].numpy() ** 2 * 0.6)
+# Works in numpy.
+Cube = saving(
+    lambda x: torch.from_numpy(x.detach().numpy() ** 3 / 5),
+    lambda x, grad: torch.from_numpy(grad.numpy() * x.numpy() ** 2 * 0.6),
+)
 
 
 class Centred(torch.autograd.Function):
@@ -494,8 +484,6 @@ class Centred(torch.autograd.Function):
 
 
 class Doubled(torch.autograd.Function):
-    """Writes to its argument."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.mark_dirty(x)
@@ -524,19 +512,10 @@ class Linear(torch.autograd.Function):
         return grad @ weight.T, x.flatten(0, -2).T @ grad.flatten(0, -2)
 
 
-@rowprop.rowwise(saved=0, grads=0, outputs=(0, 0))
-class Waves(torch.autograd.Function):
-    """Row by row, with two results."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x)
-        return x.sin(), x.cos()
-
-    @staticmethod
-    def backward(ctx: Any, sine: Tensor, cosine: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return sine * x.cos() - cosine * x.sin()
+# Row by row, with two results.
+Waves = rowprop.rowwise(saved=0, grads=0, outputs=(0, 0))(
+    saving(lambda x: (x.sin(), x.cos()), lambda x, sine, cosine: sine * x.cos() - cosine * x.sin())
+)
 
 
 class Again(torch.autograd.Function):
@@ -562,7 +541,6 @@ def after(x: Tensor, *done: object) -> Tensor:
 
 
 def hook(p: Program) -> Callable[[Tensor], Tensor | None]:
-    """A hook that reads a gradient, scales it, or makes another one of it."""
     name = p.name
     return p.one(
         lambda g: p.note(name, g),
@@ -830,16 +808,7 @@ ENDINGS = [*["backward"] * 3, *ONCE, "twice", "one by one", "plain first", "clea
 
 
 def build(seed: int, take: Take, left_out: set[str] | None = None) -> Program:
-    """Run the forward of a program.
-
-    Args:
-        seed: Its number.
-        take: ``rowprop.pick`` or plain indexing.
-        left_out: See :class:`Program`; None for a run that finds them.
-
-    Returns:
-        The program, ready for its backward.
-    """
+    """A program after its forward; ``left_out`` as in :class:`Program`, or None for a run that finds them."""
     p = Program(seed, take, set() if left_out is None else left_out, r=Random(seed))
     p.generator.manual_seed(seed)
     sizes = p.one(2, 3, 4, 5, 6), p.one(1, 2, 3, 4, 6), p.one(1, 2, 3, 4)
@@ -907,10 +876,6 @@ def backward(p: Program) -> list[Tensor | None]:
     return [*p.losses, *found, *(leaf.grad for leaf in leaves), *(x.grad for x in p.retained), *noted]
 
 
-def indexed(x: Tensor, rows: Any) -> Tensor:
-    return x[rows]
-
-
 def picked(x: Tensor, rows: Any) -> Tensor:
     """Pick rows, one time of three by a selection."""
     if rows.dtype == torch.bool and rows.shape == x.shape[:1] and rows.sum() % 3 == 1:
@@ -962,7 +927,6 @@ def different(expected: list[Tensor | None], found: list[Tensor | None], toleran
 
 
 def check(seed: int, without: set[str] | frozenset[str] = frozenset()) -> Outcome:
-    """Compare a program under picks with the same under plain indexing."""
     reference = plain(seed, without)
     if reference is None:
         return Outcome()
@@ -1010,7 +974,6 @@ def some(first: int, last: int) -> tuple[list[str], Counter[str], Counter[str]]:
 
 
 def main(first: int, last: int, jobs: int = 1) -> int:
-    """Run programs, print each fault and a summary; the number of faults."""
     begun, every, sorts, steps = time.perf_counter(), 0, Counter[str](), Counter[str]()
     firsts = range(first, last, 100)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:

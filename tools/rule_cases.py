@@ -63,7 +63,6 @@ def case(name: str, shape: tuple[int, ...], f: Function, params: tuple[Tensor, .
 
 
 def entries(table: str) -> Iterator[tuple[tuple[int, ...], str]]:
-    """The entries of a table, each with its shape."""
     shape: tuple[int, ...] = ()
     for line in table.strip().splitlines():
         of_shape, listed = re.fullmatch(r"(\(.*?\) )?(.*)", line).groups()
@@ -186,7 +185,6 @@ for kind, batch_first in product(("LSTM", "GRU", "RNN", "mha"), (True, False)):
 
 
 def heads(x: Tensor) -> Tensor:
-    """Two heads of width 3."""
     return x.unflatten(2, (2, 3)).transpose(1, 2)
 
 

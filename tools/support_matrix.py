@@ -24,7 +24,6 @@ backward costs as much as a plain one. `rowprop.watch()` names such ops in your 
 
 
 def rules_part() -> str:
-    """The rules, a table per family."""
     families: dict[str, dict[tuple[str, str], list[str]]] = {}
     for op, rule in RULES.items():
         what = (rule.run.__doc__ or "").strip().partition("\n")[0].rstrip(".")
@@ -46,7 +45,6 @@ def rules_part() -> str:
 
 
 def models_part() -> str:
-    """The zoo, a line per model."""
     lines = [
         "## Models",
         "",
@@ -96,14 +94,12 @@ def missing_part() -> str:
 
 
 def missing_line(name: str, met: Met) -> str:
-    """One op that densified."""
     counts = (met.models.total(), len(met.models), met.samples.total(), len(met.samples))
     reasons = sorted({reason.partition(";")[0] for reason in met.reasons})  # without the remedy
     return f"| `{name}` | {'; '.join(reasons)} | {' | '.join(map(str, counts))} |"
 
 
 def line(entry: Entry) -> str:
-    """One model, measured."""
     full, part = masked(entry, torch.float32).flops.total_flops, sliced(entry, torch.float32).flops.total_flops
     cells = [entry.kind, entry.name.replace("_", " "), f"{part / full:.3f}"]
     cells += [", ".join(f"`{name}`" for name in names) for names in (entry.densifies, entry.uncounted)]

@@ -8,7 +8,6 @@ meet: a plain backward first, whose graph is kept, then that of a pick. The othe
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import warnings
@@ -57,7 +56,6 @@ def program(seed: int) -> Job | None:
 
 
 def work(jobs: list[tuple[str, Job, list[Tensor | None]]], begin: Barrier) -> list[str]:
-    """Run backwards under picks; returns the faults."""
     faults = list[str]()
     begin.wait()
     for name, job, expected in jobs:
@@ -70,8 +68,7 @@ def work(jobs: list[tuple[str, Job, list[Tensor | None]]], begin: Barrier) -> li
     return faults
 
 
-def run(backwards: int, threads: int = THREADS) -> list[str]:
-    """Run that many backwards in threads; returns the faults."""
+def run(backwards: int) -> list[str]:
     jobs = list[tuple[str, Job, list[Tensor | None]]]()
     seed = 0
     while len(jobs) < backwards:
@@ -79,27 +76,21 @@ def run(backwards: int, threads: int = THREADS) -> list[str]:
             if job is not None:
                 jobs.append((f"{name} {seed}", job, [None if x is None else x.clone() for x in job(indexed)]))
         seed += 1
-    jobs, before, begin = jobs[:backwards], sys.getswitchinterval(), Barrier(threads)
+    jobs, before, begin = jobs[:backwards], sys.getswitchinterval(), Barrier(THREADS)
     sys.setswitchinterval(1e-5)  # threads take turns within a backward
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            parts = [pool.submit(work, jobs[place::threads], begin) for place in range(threads)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            parts = [pool.submit(work, jobs[place::THREADS], begin) for place in range(THREADS)]
             return [fault for part in parts for fault in part.result()]
     finally:
         sys.setswitchinterval(before)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("backwards", type=int, nargs="?", default=5000)
-    parser.add_argument("--threads", type=int, default=THREADS)
-    given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    begun, faults = time.perf_counter(), run(given.backwards, given.threads)
+    begun, faults = time.perf_counter(), run(backwards := int(sys.argv[1]))
     print(*faults[:20], sep="\n")
-    print(
-        f"torch {torch.__version__}: {given.backwards} backwards in {given.threads} threads, {len(faults)} faults; "
-        f"{time.perf_counter() - begun:.0f} s"
-    )
+    ended = f"{len(faults)} faults; {time.perf_counter() - begun:.0f} s"
+    print(f"torch {torch.__version__}: {backwards} backwards in {THREADS} threads, {ended}")
     sys.exit(bool(faults))

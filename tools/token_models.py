@@ -107,7 +107,6 @@ def largest_difference(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 def decoding(model: Decoder, losses: str = "flat") -> Step:
-    """A step of the decoder."""
     return lambda take, attention: run(model, take, losses, attention=attention)
 
 

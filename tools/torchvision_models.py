@@ -83,7 +83,6 @@ ENTRIES = [
 
 
 def line(entry: Entry) -> str:
-    """One model's line of the table."""
     full, part = masked(entry, torch.float64), sliced(entry, torch.float64)
     sizes = {name: float(grad.abs().max()) for name, grad in full.grads.items() if grad is not None}
     told = [name for name, size in sizes.items() if size > ROUNDING * max(sizes.values())]

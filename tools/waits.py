@@ -46,7 +46,6 @@ def token_losses(model: Any, batch: Any) -> Tensor:
 
 
 def subject(device: Accelerator) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """A model and its batch on the device."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 3))
     return device.put(model), device.put((torch.randn(N, 4), torch.randint(3, (N,))))
@@ -74,7 +73,6 @@ def in_step(device: Accelerator, selector: Any = None, calls: int = 2, ids: Any 
 
 
 def in_call(device: Accelerator, function: Callable[[], object]) -> Seen:
-    """The waits of a function."""
     begun = device.count
     function()
     return device.seen[begun:]
@@ -91,7 +89,6 @@ NOT_EMULATED = {  # torch has a kernel of its own for the CPU and for CUDA, whic
 
 
 def engines(device: Accelerator) -> Iterator[tuple[str, list[Seen]]]:
-    """An engine, and the waits of a step under each policy for non-finite rows."""
     for engine in ENGINES:
         yield engine, [in_step(device, engine=engine, nonfinite=policy)[-1] for policy in POLICIES]
 
@@ -111,7 +108,6 @@ def in_selection(device: Accelerator, case: laws.SelectorCase) -> Seen:
 
 
 def selectors(device: Accelerator) -> Iterator[tuple[str, laws.SelectorCase, Seen]]:
-    """Each case of each selector, and its waits."""
     torch.manual_seed(0)
     for name, cases in sorted(laws.SELECTORS.items()):
         for case in cases:
@@ -312,7 +308,6 @@ def measured(device: Accelerator) -> dict[str, Any]:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """The tables of the page."""
     lines = ["| engine | " + " | ".join(f'`nonfinite="{policy}"`' for policy in POLICIES) + " |", "|---|---|---|---|"]
     lines += [f"| `{name}` | {' | '.join(map(counted, each))} |" for name, each in found["engines"].items()]
     first: dict[str, Seen] = {}

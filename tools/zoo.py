@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +109,6 @@ def errors(expected: Backward, actual: Backward) -> dict[str, float]:
 
 
 def assert_same(expected: Backward, actual: Backward, tolerance: float = TOLERANCE[torch.float32]) -> None:
-    """No gradient is off by more than the tolerance."""
     off = {name: error for name, error in errors(expected, actual).items() if not error <= tolerance}
     assert not off, off
 
@@ -260,27 +260,20 @@ def bilinear() -> nn.Module:
     return Net(lambda net, x: net.join(net.a(x), net.b(x)), **parts)
 
 
-def gated_linear_units() -> nn.Module:
-    return seq(nn.Linear(D, 2 * D), nn.GLU(), nn.Linear(D, 2 * D), swiglu, nn.Linear(D, C))
-
-
-def weight_normed() -> nn.Module:
-    return seq(nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, C))
-
-
-def mlp() -> nn.Module:
-    return seq(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, C))
-
-
-def multi_label() -> nn.Module:
-    return seq(nn.Linear(10, D), nn.ReLU(), nn.Linear(D, C))
-
-
-several = {"losses": by_element(F.binary_cross_entropy_with_logits)}
-add("MLP", vectors(10), mlp, mlp_every_activation)
-add("MLP", vectors(D), highway, bilinear, kolmogorov_arnold, neural_ode, gated_linear_units, weight_normed)
+mlps = {
+    "mlp": lambda: seq(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, C)),
+    "mlp_every_activation": mlp_every_activation,
+}
+gated = {
+    "gated_linear_units": lambda: seq(nn.Linear(D, 2 * D), nn.GLU(), nn.Linear(D, 2 * D), swiglu, nn.Linear(D, C)),
+    "weight_normed": lambda: seq(nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, C)),
+}
+several = {"multi_label": lambda: seq(nn.Linear(10, D), nn.ReLU(), nn.Linear(D, C))}
+each_label = by_element(F.binary_cross_entropy_with_logits)
+add("MLP", vectors(10), **mlps)
+add("MLP", vectors(D), highway, bilinear, kolmogorov_arnold, neural_ode, **gated)
 add("MLP", vectors(3), radiance_field)
-add("MLP", lambda: (torch.randn(N, 10), torch.rand(N, C).round()), multi_label, **several)
+add("MLP", lambda: (torch.randn(N, 10), torch.rand(N, C).round()), losses=each_label, **several)
 
 
 def evidence(model: nn.Module, batch: Batch) -> Tensor:
@@ -451,23 +444,14 @@ def similar(model: nn.Module, batch: Batch) -> Tensor:
     return F.smooth_l1_loss(F.cosine_similarity(model(a), model(b)), same, reduction="none")
 
 
-def siamese() -> nn.Module:
-    return seq(nn.Linear(D, 16), nn.ReLU(), nn.Linear(16, D))
-
-
-add("metric", lambda: (torch.randn(N, D), torch.randn(N, D), torch.rand(N).round()), siamese, losses=similar)
-
-
 def triplet(model: nn.Module, batch: Batch) -> Tensor:
     a, b, c = (F.normalize(model(t), dim=1) for t in batch)
     return F.triplet_margin_loss(a, b, c, margin=1.0, reduction="none")
 
 
-def triplets() -> nn.Module:
-    return small_cnn(groups)
-
-
-add("metric", lambda: tuple(torch.randn(3, N, 3, 8, 8)), triplets, losses=triplet)
+pairs = {"siamese": lambda: seq(nn.Linear(D, 16), nn.ReLU(), nn.Linear(16, D))}
+add("metric", lambda: (torch.randn(N, D), torch.randn(N, D), torch.rand(N).round()), losses=similar, **pairs)
+add("metric", lambda: tuple(torch.randn(3, N, 3, 8, 8)), losses=triplet, triplets=lambda: small_cnn(groups))
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
@@ -494,7 +478,6 @@ def block(core: Callable[..., Tensor], **options: Any) -> nn.Sequential:
 
 
 def embedded(steps: int = T) -> nn.Module:
-    """Token and position embeddings."""
 
     def forward(net: Any, tokens: Tensor) -> Tensor:
         return net.token(tokens) + net.place(torch.arange(tokens.shape[1]))
@@ -509,8 +492,7 @@ def language_model(*layers: Any, steps: int = T) -> nn.Module:
 sdpa = F.scaled_dot_product_attention
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sdpa(q, k, v, is_causal=True)
+causal = partial(sdpa, is_causal=True)
 
 
 def by_hand(bias: Callable[[Tensor], Tensor] = lambda scores: scores) -> Callable[..., Tensor]:
@@ -531,10 +513,6 @@ def patches() -> tuple[Any, ...]:
     learned = {"cls": nn.Parameter(torch.randn(1, 1, D)), "place": nn.Parameter(torch.randn(1, 5, D))}
     prepend = Net(lambda net, x: torch.cat([net.cls.expand(len(x), -1, -1), x], 1) + net.place, **learned)
     return nn.Conv2d(3, D, 4, 4), lambda x: x.flatten(2).transpose(1, 2), prepend
-
-
-def vit() -> nn.Module:
-    return seq(*patches(), block(sdpa), block(sdpa), nn.LayerNorm(D), lambda x: x[:, 0], nn.Linear(D, C))
 
 
 def vit_written_to() -> nn.Module:
@@ -596,7 +574,9 @@ def swin() -> nn.Module:
     return seq(*first, *layers, lambda x: x.mean((1, 2)), nn.Linear(D, C))
 
 
-add("ViT", image(), vit, vit_written_to, vit_written_out, mlp_mixer, swin)
+vits = {"vit": lambda: seq(*patches(), block(sdpa), block(sdpa), nn.LayerNorm(D), lambda x: x[:, 0], nn.Linear(D, C))}
+add("ViT", image(), **vits)
+add("ViT", image(), vit_written_to, vit_written_out, mlp_mixer, swin)
 
 
 def transformer_encoder() -> nn.Module:
@@ -626,12 +606,13 @@ def attention_pooling() -> nn.Module:
     return seq(nn.Embedding(V, D), nn.Linear(D, D), pool, nn.Linear(D, C))
 
 
-def fourier_mixing() -> nn.Module:
-    return seq(embedded(), res(lambda x: torch.fft.fft2(x).real), nn.LayerNorm(D), mean, nn.Linear(D, C))
-
-
+mixing = {
+    "fourier_mixing": lambda: seq(
+        embedded(), res(lambda x: torch.fft.fft2(x).real), nn.LayerNorm(D), mean, nn.Linear(D, C)
+    )
+}
 add("encoder", text(), transformer_encoder, transformer_encoder_sequence_first, relative_positions, attention_pooling)
-add("encoder", text(), fourier_mixing, uncounted=("_fft_c2c",))
+add("encoder", text(), uncounted=("_fft_c2c",), **mixing)
 
 
 def transformer_encoder_padded() -> nn.Module:
@@ -646,7 +627,6 @@ def transformer_encoder_padded() -> nn.Module:
 
 
 def encoder_decoder() -> nn.Module:
-    """Cross attention."""
 
     def forward(net: Any, source: Tensor, target: Tensor) -> Tensor:
         memory, x = net.encoder(net.source(source)), net.target(target)
@@ -719,11 +699,6 @@ def llama() -> nn.Module:
     return seq(nn.Embedding(V, D), *blocks, norms[1], nn.Linear(D, V, bias=False))
 
 
-def grouped_queries() -> nn.Module:
-    """Fewer key and value heads, left to the kernel."""
-    return language_model(block(lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True), kv_heads=1))
-
-
 def alibi() -> nn.Module:
     slopes = 2.0 ** -torch.arange(1, H + 1).float()
     distance = (torch.arange(T)[None] - torch.arange(T)[:, None]).float()
@@ -740,6 +715,7 @@ def linear_attention() -> nn.Module:
     return language_model(block(core))
 
 
+grouped = {"grouped_queries": lambda: language_model(block(partial(causal, enable_gqa=True), kv_heads=1))}
 decoders = {
     "gpt": lambda: language_model(block(causal), block(causal)),
     "gpt_float_mask": lambda: masked_gpt(torch.zeros(T, T)),
@@ -749,7 +725,8 @@ decoders = {
     ),
 }
 add("causal", language(N), gpt_mask_as_long_as_the_batch=lambda: masked_gpt(torch.zeros(N, N)))
-add("causal", language(), gpt_tied, llama, grouped_queries, alibi, linear_attention, **decoders)
+add("causal", language(), gpt_tied, llama, **grouped)
+add("causal", language(), alibi, linear_attention, **decoders)
 
 
 def each_real_token(model: nn.Module, batch: Batch) -> Tensor:
@@ -825,17 +802,18 @@ def lstm_cells_with_layernorm() -> nn.Module:
     return Net(forward, **layers)
 
 
-def gru_bidirectional_sequence_first() -> nn.Module:
-    return sequence_first(nn.GRU(D, D, bidirectional=True), lambda out: out[0].mean(0), 2 * D)
-
-
-layers = {"rnn": lambda: recurrent(nn.RNN), "gru": lambda: recurrent(nn.GRU, num_layers=2, dropout=0.1)}
+of_both = lambda: sequence_first(nn.GRU(D, D, bidirectional=True), lambda out: out[0].mean(0), 2 * D)  # noqa: E731
+layers = {
+    "gru_bidirectional_sequence_first": of_both,
+    "rnn": lambda: recurrent(nn.RNN),
+    "gru": lambda: recurrent(nn.GRU, num_layers=2, dropout=0.1),
+}
 lstms = {
     "lstm": lambda: recurrent(nn.LSTM),
     "lstm_bidirectional": lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True),
     "lstm_sequence_first": lambda: sequence_first(nn.LSTM(D, D), lambda out: out[1][0][-1], D),
 }
-add("recurrent", text(), lstm_cells_with_layernorm, gru_bidirectional_sequence_first, **layers)
+add("recurrent", text(), lstm_cells_with_layernorm, **layers)
 add("recurrent", text(), share=1.5, **lstms)
 
 
@@ -881,18 +859,11 @@ def alignment(model: nn.Module, batch: Batch) -> Tensor:
     return F.ctc_loss(model(x).log_softmax(-1).transpose(0, 1), target, *lengths, reduction="none")
 
 
-def speech() -> nn.Module:
-    return seq(nn.Linear(3, D), nn.GRU(D, D, batch_first=True), lambda out: out[0], nn.Linear(D, C))
-
-
+speech = {"speech": lambda: seq(nn.Linear(3, D), nn.GRU(D, D, batch_first=True), lambda out: out[0], nn.Linear(D, C))}
 ctc = {"losses": alignment, "uncounted": ("_ctc_loss_backward",)}
-add("recurrent", lambda: (torch.randn(N, 10, 3), torch.randint(1, C, (N, 3))), speech, **ctc)
+add("recurrent", lambda: (torch.randn(N, 10, 3), torch.randint(1, C, (N, 3))), **speech, **ctc)
 
 # --- embeddings and sets ---------------------------------------------------------------------------------------------
-
-
-def embedding_bag() -> nn.Module:
-    return seq(nn.EmbeddingBag(V, D, mode="mean"), nn.Linear(D, D), nn.ReLU(), nn.Linear(D, C))
 
 
 def embedding_convolution() -> nn.Module:
@@ -900,7 +871,8 @@ def embedding_convolution() -> nn.Module:
     return seq(embed, lambda x: x.mT, nn.Conv1d(D, D, 3), nn.ReLU(), lambda x: x.max(-1).values, nn.Linear(D, C))
 
 
-add("embedding", text(), embedding_bag)
+bags = {"embedding_bag": lambda: seq(nn.EmbeddingBag(V, D), nn.Linear(D, D), nn.ReLU(), nn.Linear(D, C))}
+add("embedding", text(), **bags)
 add("embedding", text(least=1), embedding_convolution)
 
 

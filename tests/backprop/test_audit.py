@@ -39,22 +39,16 @@ def test_nothing_densifies_on_a_device_only():
     assert not more_on_a_device(every=20)
 
 
-def softmax_along_the_batch(op: Any, g: Any, output: Any, dim: int, dtype: Any) -> Any:
-    return g.like(op(g.values, g.take(output), dim, dtype))
-
-
-def square_root_of_repeated_rows(op: Any, g: RowSlice) -> Any:
-    return g.like(op(g.values))
-
-
-def sum_in_place(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
-    return a.add_into(b) if type(a) is RowSlice and not isinstance(b, RowSlice) else b.add_into(a)
-
-
-PLANTED = {
-    aten._softmax_backward_data.default: (softmax_along_the_batch, "result 0 is off by"),
-    aten.sqrt.default: (square_root_of_repeated_rows, "rows: repeated"),
-    aten.add.Tensor: (sum_in_place, "afterwards"),
+PLANTED = {  # a softmax along the batch, the square root of rows that repeat, a sum in place
+    aten._softmax_backward_data.default: (
+        lambda op, g, output, *rest: g.like(op(g.values, g.take(output), *rest)),
+        "result 0 is off by",
+    ),
+    aten.sqrt.default: (lambda op, g: g.like(op(g.values)), "rows: repeated"),
+    aten.add.Tensor: (
+        lambda op, a, b, *, alpha=1: b.add_into(a) if type(a) is not RowSlice or type(b) is RowSlice else a.add_into(b),
+        "afterwards",
+    ),
 }
 
 

@@ -134,9 +134,6 @@ def test_the_warning_tells_what_was_measured():
     assert re.search(words.format(*(100 * figure for figure in figures)), norms._MEASURED)
 
 
-# --- several policies -------------------------------------------------------------------------------------------------
-
-
 POLICIES = [  # of two picks, how many rows each keeps, and whether the exact gradient comes out
     (("rows", None), 4, True),  # None is exact for few rows
     ((None, "rows"), 4, True),
@@ -178,23 +175,11 @@ def test_rows_that_thinning_drew_count_as_those_they_were_drawn_from():
         assert (norms._needs_all_rows(g) is not None) == few
 
 
-# --- compiled regions -------------------------------------------------------------------------------------------------
-
-
 def test_a_compiled_region_decides_as_eager_mode_does():
     # Red: the region keeps the choice of its first backward for every number of rows, or for every policy.
     model, x = mlp(), batch()
     region = compiled(model)
-    for kept, policy in (
-        (4, None),
-        (40, None),
-        (31, None),
-        (32, None),
-        (8, "rows"),
-        (8, "exact"),
-        (8, None),
-        (1, None),
-    ):
+    for kept, policy in (*((rows, None) for rows in (4, 40, 31, 32, 8, 1)), (8, "rows"), (8, "exact"), (8, None)):
         found = gradient(region, x, kept, policy)
         torch.testing.assert_close(found, gradient(model, x, kept, policy))
         projected = policy == "rows" or (policy is None and kept >= 32)
@@ -210,9 +195,6 @@ def test_a_warning_that_a_filter_made_an_error_is_no_failed_trace():
     with rowprop.watch() as report:
         gradient(model, x, 40)
     assert not report.densified
-
-
-# --- those who pass it on ---------------------------------------------------------------------------------------------
 
 
 def losses_of(model: nn.Module, x: Tensor) -> Tensor:

@@ -16,24 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import cuda_cases
 import rowprop
-from cuda_cases import (
-    CASES,
-    HEADS,
-    SINGLE,
-    WIDTH,
-    Case,
-    D,
-    N,
-    S,
-    T,
-    batch_norm,
-    cudnn,
-    efficient,
-    flash,
-    gradients,
-    leaf,
-)
+from cuda_cases import CASES, HEADS, SINGLE, WIDTH, Case, D, N, T, cudnn, efficient, flash, gradients, leaf
 from cuda_kernels import KERNELS, TANH, checked, installed
 from picks import Take, as_indexed, indexed
 from rowprop.backprop.layout import Layout
@@ -41,6 +26,7 @@ from rowprop.backprop.rules.registry import RULES, op_name
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
+from token_models import cut_attention
 
 aten = torch.ops.aten
 TWO = torch.tensor([1, 4])
@@ -143,7 +129,7 @@ def test_flops(name: str):
     with count_flops() as part:
         gradients(case, lambda losses: rowprop.pick(losses, index))
     width = case.rows[2][-1]  # of the values; forward: scores and their mixture, backward: five such products
-    pairs = T * (T + 1) // 2 if name.endswith("_kernel") else T * S  # those two are causal
+    pairs = T * (T + 1) // 2 if name.endswith("_kernel") else T * cuda_cases.S  # those two are causal
     scores, mixture = (2 * N * HEADS * pairs * d for d in (WIDTH, width))
     expected = [scores + mixture, 3 * scores + 2 * mixture]
     assert list(full.by_op.values()) == expected and not full.uncounted
@@ -191,11 +177,7 @@ def test_batch_norm_projects_as_the_ordinary_kernel_does(op: str, channels_last:
         return [v.grad for v in (x, w, b) if v.grad is not None]
 
     expected = run(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True))
-    torch.testing.assert_close(run(lambda *args: batch_norm(op, *args)), expected)
-
-
-def evaluated(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.batch_norm(x, w.detach() * 0, w.detach() * 0 + 2, w, b)
+    torch.testing.assert_close(run(lambda *args: cuda_cases.batch_norm(op, *args)), expected)
 
 
 def trained(x: Tensor, w: Tensor | None = None, b: Tensor | None = None) -> Tensor:
@@ -233,16 +215,16 @@ def cross_entropy(x: Tensor) -> Tensor:
 
 
 IMAGE, WEIGHTS = ((4, 3, 2),), ((4,), (4,))
-OF_CUDNN = partial(batch_norm, "cudnn_batch_norm")
+OF_CUDNN = partial(cuda_cases.batch_norm, "cudnn_batch_norm")
 NORMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "batch norm": (trained, IMAGE),
     "batch norm, channels last": (lambda x, *wb: trained(x.contiguous(memory_format=torch.channels_last), *wb), IMAGE),
     "batch norm of features": (trained, ((4,),)),
     "batch norm, mixed": (partial(mixed, trained), IMAGE),
-    "batch norm in evaluation": (evaluated, IMAGE),
+    "batch norm in evaluation": (lambda x, w, b: F.batch_norm(x, w.detach() * 0, w.detach() * 0 + 2, w, b), IMAGE),
     "cuDNN's batch norm": (OF_CUDNN, IMAGE),
     "cuDNN's batch norm, mixed": (partial(mixed, OF_CUDNN), IMAGE),
-    "either batch norm": (partial(batch_norm, "update"), IMAGE),
+    "either batch norm": (partial(cuda_cases.batch_norm, "update"), IMAGE),
     "instance norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), IMAGE),
 }
 ORDINARY: dict[str, Case] = {
@@ -345,11 +327,7 @@ def of_tokens(attention: Callable[..., Tensor], take: Take, turned: bool = False
 # Red when: the tokens' dimension is taken for that of the heads; keys' gradients go on whole under cut, or sliced under
 # exact; time in front is not told from the batch.
 def test_tokens_go_on_sliced_behind_a_kernel_that_takes_all(op: str, policy: Any, time_in_front: bool):
-    attention, here = TOKENS[op], SOME[:, None, :, None]
-
-    def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, torch.where(here, k, k.detach()), torch.where(here, v, v.detach()))
-
+    attention, detached = TOKENS[op], cut_attention(SOME, TOKENS[op])
     truth, other = (detached, attention) if policy == "cut" else (attention, detached)
     found: list[Any] = []
 

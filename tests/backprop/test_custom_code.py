@@ -446,7 +446,6 @@ def dressed(dress: Dress = lambda model: None, context: Callable[[], Any] = null
 
 
 def by_layer(**options: Any) -> Dress:
-    """Activation checkpoints, a layer each."""
     return lambda model: setattr(model, "through", lambda *given: checkpoint(*given, **options))
 
 

@@ -120,7 +120,6 @@ class Training:
         return [self.inputs(), torch.randint(3, (N,))]
 
     def load(self, seed: int) -> None:
-        """Put a new batch into the static one."""
         for entry, new in zip(self.batch, self.drawn(seed), strict=True):
             entry.copy_(new)
 

@@ -171,19 +171,3 @@ def test_infer_shape_fills_in_the_missing_size(shape: list[int], data: st.DataOb
     assert lay.infer_shape(prod(shape), [-1 if d == at else s for d, s in enumerate(shape)]) == shape
     assert lay.infer_shape(prod(shape), shape) == shape
     assert lay.infer_shape(0, [0, -1]) == [0, 0] and lay.view([4, 0], Layout(0, 4), [0, 4]) is None
-
-
-def test_the_cases_models_make():
-    batch = Layout(0, 8)
-    assert lay.view([8, 5, 6], batch, [40, 6]) == Layout(0, 8, 1, 5)  # (N, T, C) -> (N*T, C)
-    time_first = lay.transpose(batch, 0, 1)
-    assert lay.view([5, 8, 6], time_first, [40, 6]) == Layout(0, 8, 5, 1)  # (T, N, C) -> (T*N, C)
-    heads = lay.view([5, 8, 6], time_first, [5, 16, 3])  # nn.MultiheadAttention
-    assert heads == Layout(1, 8, 1, 2)
-    assert lay.view([8, 6], batch, [2, 4, 6]) == Layout(0, 8, minor=(Part(1, 4),))  # the batch itself is split
-    tokens = Layout(0, 40, minor=(Part(1, 5),))
-    assert lay.view([40, 6], Layout(0, 40), [8, 5, 6]) == tokens  # (N*T, C) -> (N, T, C)
-    assert lay.view([8, 5, 6], tokens, [40, 6]) == Layout(0, 40)
-    heads = lay.transpose(lay.view([8, 5, 6], tokens, [8, 5, 2, 3]), 1, 2)  # (N, heads, T, width)
-    assert heads == Layout(0, 40, minor=(Part(2, 5),))
-    assert lay.view([8, 2, 5, 3], heads, [16, 5, 3]) == Layout(0, 40, 1, 2, (Part(1, 5),))

@@ -21,7 +21,7 @@ from torch.nn.utils import rnn
 from torch.utils.flop_counter import flop_registry
 
 import rowprop
-from picks import ROWS, N, Take, as_indexed, assert_same_gradients, indexed, weight
+from picks import ROWS, N, Take, as_indexed, assert_same_gradients, gradients, indexed, passing, weight
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.attention import flex_attention_backward
 from rowprop.backprop.rules.registry import RULES, rule_of_function
@@ -410,10 +410,6 @@ def with_its_log_sum_exp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return both[0].transpose(1, 2).sin() * both[1].lse.transpose(1, 2)[..., None]
 
 
-def with_shared_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flex_of(q, k.mean(0, keepdim=True), v.mean(0, keepdim=True))
-
-
 def with_other_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The first token of each segment stands for it."""
     first, ends = ENDS[:-1].long(), torch.arange(len(ENDS), dtype=torch.int32)
@@ -423,7 +419,10 @@ def with_other_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 SOME = torch.tensor([3, 41, 3, 9, 41, 41, 55])  # among flattened tokens
 FLEXIBLE = {  # what -> (attention, which losses are taken)
     "log-sum-exp": (with_its_log_sum_exp, lambda losses, take: take(losses, KEPT["scattered"])),
-    "shared keys": (with_shared_keys, lambda losses, take: take(losses, KEPT["scattered"])),
+    "shared keys": (
+        lambda q, k, v: flex_of(q, k.mean(0, keepdim=True), v.mean(0, keepdim=True)),
+        lambda losses, take: take(losses, KEPT["scattered"]),
+    ),
     "tokens in front": (flex_of, lambda losses, take: take(losses.T, KEPT["scattered"].T)),
     "repeats": (flex_of, lambda losses, take: take(losses.flatten(), SOME)),
     "other keys, packed": (with_other_keys, lambda losses, take: take(losses, WHOLE)),
@@ -526,18 +525,9 @@ def test_synchronised_batch_norm_densifies_and_says_why():
 
 def test_a_function_that_nobody_knows_is_named():
     # Red when: the report says no more than that there was some function.
-    class Mystery(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
     w, x = weight(5, 4), torch.randn(N, 5, dtype=torch.float64)
-    report = assert_same_gradients(lambda: Mystery.apply(x @ w).square().sum(1), [w])
-    assert "MysteryBackward, a custom autograd function," in report.densified["custom function"].reason
+    report = assert_same_gradients(lambda: passing(lambda grad: grad * 2)(x @ w).square().sum(1), [w])
+    assert "SavingBackward, a custom autograd function," in report.densified["custom function"].reason
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.12 and older have no such function")
@@ -552,13 +542,9 @@ def test_linear_cross_entropy(chunked: bool, bias: bool):
     x, target, flops = torch.randn(N, 6).double(), torch.arange(N), []
 
     def step(take: Take):
-        losses = F.linear_cross_entropy(
-            layer(x), head.weight, target, linear_bias=head.bias, reduction="none", options=options
-        )
-        with count_flops() as counted:
-            grads = torch.autograd.grad(take(losses, ROWS[:2]).mean(), [*layer.parameters(), *head.parameters()])
-        flops.append(counted.total_flops)
-        return grads
+        how = {"linear_bias": head.bias, "reduction": "none", "options": options}
+        losses = F.linear_cross_entropy(layer(x), head.weight, target, **how)
+        return gradients(lambda: take(losses, ROWS[:2]).mean(), [*layer.parameters(), *head.parameters()], flops)
 
     assert not as_indexed(step).densified
     assert flops[1] <= 0.26 * flops[0]

@@ -17,21 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import picks
 import rowprop
-from picks import (
-    HOOKS,
-    ROWS,
-    SCALING,
-    N,
-    Take,
-    as_indexed,
-    assert_same_gradients,
-    chain,
-    gradients,
-    net,
-    passing,
-    weight,
-)
+from picks import ROWS, N, Take, as_indexed, assert_same_gradients, chain, gradients, net, passing, weight
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
@@ -185,18 +173,6 @@ def test_anywhere_in_the_graph(place: str):
     assert set(report.densified) == dense and bool(report.sliced) == ("add.Tensor" not in dense)
 
 
-def test_a_pick_of_tokens_is_exact_at_a_batchnorm_over_sequences():
-    # Red when: `batchnorm="exact"` is lost as rows of tokens become rows of sequences.
-    x, w = weight(N, 3, 5), weight(3, 4)
-
-    def losses() -> Tensor:
-        hidden = F.batch_norm(x, None, None, training=True)
-        return (hidden.transpose(1, 2).reshape(N * 5, 3) @ w).exp().sum(1)
-
-    report = assert_same_gradients(losses, [x, w], torch.tensor([3, 4, 17]), batchnorm="exact")
-    assert set(report.densified) == {"native_batch_norm_backward"}
-
-
 def test_gradients_add_up_and_a_graph_may_be_used_again():
     x, w, v = net()
 
@@ -269,7 +245,7 @@ def in_heads(hidden: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
 HOOKED = [(place, rows) for rows in (ROWS, SOME_TOKENS) for place in ("hidden", "leaf", "module")]
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", picks.HOOKS)
 @pytest.mark.parametrize(("place", "rows"), [*HOOKED, ("heads", SOME_TOKENS)])
 # Red when: a hook is handed the gradient's values, of K rows, or what it writes is lost; scaling densifies.
 def test_hooks_see_and_change_what_they_would_under_indexing(rows: Tensor, name: str, place: str):
@@ -277,7 +253,7 @@ def test_hooks_see_and_change_what_they_would_under_indexing(rows: Tensor, name:
         pytest.skip(
             "2 / 0 has the sign of the zero, and zeros of tokens that are not kept have none; rows have no heads"
         )
-    shape, hook = (N, 5)[: rows.ndim], HOOKS[name]
+    shape, hook = (N, 5)[: rows.ndim], picks.HOOKS[name]
     x, w, v, of_each = torch.randn(*shape, 5, dtype=torch.float64), weight(5, 4), weight(4, 3), weight(*shape, 4)
     module = nn.Tanh()
     if place == "module":
@@ -294,7 +270,7 @@ def test_hooks_see_and_change_what_they_would_under_indexing(rows: Tensor, name:
         return ((in_heads(hidden, hook) if place == "heads" else hidden) @ v).square().sum(-1)
 
     report = assert_same_gradients(losses, [w, v, of_each], rows)
-    assert place == "leaf" or bool(report.densified) == (name not in SCALING)
+    assert place == "leaf" or bool(report.densified) == (name not in picks.SCALING)
 
 
 WRITES = [lambda v: v.mul_(2), lambda v: v.add_(1), lambda v: v.zero_(), lambda v: v.abs_().neg_()]

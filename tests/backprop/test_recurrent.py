@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from picks import Take, as_indexed
+from picks import Take, as_indexed, gradients
 from rowprop.backprop.watch import Report
-from rowprop.cost.flops import count_flops
 
 N, T, C, H = 6, 5, 4, 3
 FUSED = "mkldnn_rnn_layer_backward"
@@ -35,12 +34,9 @@ def compare(
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     flops: list[int] = []
 
-    def step(take: Take) -> list[Tensor]:
-        loss = take(losses_of(*[x * 1 for x in inputs]), torch.tensor(rows)).sum()
-        with count_flops() as counted:
-            found = torch.autograd.grad(loss, [*inputs, *model.parameters()])
-        flops.append(counted.total_flops)
-        return list(found)
+    def step(take: Take) -> list[Tensor | None]:
+        leaves = [*inputs, *model.parameters()]
+        return gradients(lambda: take(losses_of(*[x * 1 for x in inputs]), torch.tensor(rows)).sum(), leaves, flops)
 
     return as_indexed(step, rtol=1e-4, atol=1e-5), flops[1], flops[0]
 
@@ -141,16 +137,3 @@ def test_under_autocast(inside: bool):
             return list(torch.autograd.grad(loss, [x, *lstm.parameters()]))
 
     assert not as_indexed(step, rtol=2e-2, atol=2e-2).densified
-
-
-@pytest.mark.parametrize("kind", ["GRU", "RNN"])
-def test_layers_without_a_fused_kernel(kind: str):
-    rnn = layer(kind, True, num_layers=2, bidirectional=True)
-
-    def losses_of(x: Tensor) -> Tensor:
-        y, h = rnn(x)
-        return per_row(y, h.transpose(0, 1))
-
-    report, part, full = compare(losses_of, [(N, T, C)], rnn, [1, 4])
-    assert not report.densified, str(report)
-    assert part == pytest.approx(2 / N * full)

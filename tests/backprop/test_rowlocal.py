@@ -11,7 +11,6 @@ from torch import Tensor
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rows import RowSet
 from rowprop.backprop.rules.registry import RULES
-from rowprop.backprop.rules.rowlocal import Call, _plan
 from rowprop.backprop.sliced import Densify, RowSlice
 
 aten = torch.ops.aten
@@ -48,34 +47,6 @@ def test_operands_that_are_not_sliced_alike_densify(what: str):
     op, args, reason = MIXED[what]
     outcome = RULES[op].run(op, *args)
     assert type(outcome) is Densify and reason in outcome.reason
-
-
-def test_the_schema_tells_which_arguments_have_rows():
-    # Red when: a weight is reduced to the kept rows; a saved tensor or a full shape is not; a gradient counts as one.
-    plans = {
-        "native_layer_norm_backward": ([0], [1, 3, 4], []),
-        "_thnn_fused_lstm_cell_backward_impl": ([0, 1], [2, 3, 4], []),
-        "cudnn_grid_sampler_backward": ([2], [0, 1], []),
-        "max_pool2d_with_indices_backward": ([0], [1, 7], []),
-        "multi_margin_loss_backward": ([0], [1, 2], []),
-        "upsample_nearest2d_backward": ([0], [], [2]),
-        "unfold_backward": ([0], [], [1]),
-        "cumsum": ([0], [], []),
-    }
-    assert {name: _plan(getattr(aten, name).default) for name in plans} == plans
-
-
-def test_a_call_knows_its_arguments_by_name():
-    # Red when: a default, or an argument given by keyword, is not found; a changed argument goes to another place.
-    call = Call(aten.upsample_nearest1d_backward.default, (1, [2]), {"input_size": [1, 1, 4]})
-    assert (call.grad_output, call.output_size, call.input_size, call.scales) == (1, [2], [1, 1, 4], None)
-    assert call.first("no", "scales", "output_size") is None and call.first("no") is None
-    assert "scales" in call.places and "no" not in call.places
-    assert Call(aten.softplus.default, (torch.ones(2),), {}).beta == 1
-    x = torch.arange(4.0)
-    summed = Call(aten.sum.dim_IntList, (x, [0]), {"keepdim": False})
-    assert summed.run(keepdim=True).shape == (1,)
-    assert float(summed.run(x[:2], dtype=torch.float64)) == 1.0 and float(summed.run()) == 6.0
 
 
 def test_an_undefined_gradient_stays_undefined():

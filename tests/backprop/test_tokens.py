@@ -71,7 +71,8 @@ def token_losses(name: str) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("repeats", [False, True])
 # Red when: a rule that knows one dimension of rows alone is handed two, a part's index is not the remainder of the
-# flat one, or an operand that broadcasts along one part is taken whole.
+# flat one, or an operand that broadcasts along one part is taken whole; `batchnorm="exact"` is lost as rows of tokens
+# become rows of sequences.
 def test_every_rule_gives_the_dense_gradient_of_tokens(name: str, repeats: bool):
     def step(take: Take) -> list[Tensor | None]:
         losses, leaves = token_losses(name)
@@ -151,20 +152,16 @@ def moved(move: Callable[[Tensor, Tensor], Tensor], index: Tensor, on_a_device: 
     made = torch.Generator().manual_seed(5)
     x = torch.randn(40, 4, 6, dtype=torch.float64, generator=made)
     below, above, p = (torch.randn(*s, dtype=torch.float64, generator=made) for s in ((6, 6), (6, 6), (1, 3, 6)))
-    leaves, flops = [leaf.requires_grad_() for leaf in (below, above, p)], 0
+    leaves, flops = [leaf.requires_grad_() for leaf in (below, above, p)], list[int]()
 
     def step(take: Take) -> list[Tensor | None]:
-        nonlocal flops
         losses = (move(x @ below, p).tanh() @ above).square().sum(-1).flatten()
-        with count_flops() as counted:
-            found = gradients(lambda: take(losses, index).square().sum(), leaves)
-        flops = counted.total_flops
-        return found
+        return gradients(lambda: take(losses, index).square().sum(), leaves, flops)
 
     with pytest.MonkeyPatch.context() as patch:
         if on_a_device:
             patch.setattr(host, "READ_AT_ONCE", set())
-        return as_indexed(step), flops  # those of pick, which comes second
+        return as_indexed(step), flops[1]
 
 
 def indices(*every: list[int]) -> Any:
@@ -260,8 +257,7 @@ OPS: dict[str, Keep] = {  # of a gradient (N, H, T, C) of tokens, as formulas ca
         seen(aten.permute(g, [3, 1, 0, 2]), [5, 320]), seen(g, [320, 5])
     ),
     "two layouts": lambda g: aten.mm(
-        seen(aten.permute(g, [1, 0, 2, 3]), [2, 800]),
-        seen(aten.permute(g, [2, 0, 1, 3]), [800, 2]),
+        seen(aten.permute(g, [1, 0, 2, 3]), [2, 800]), seen(aten.permute(g, [2, 0, 1, 3]), [800, 2])
     ),
 }
 
@@ -721,17 +717,6 @@ def test_two_masks_of_one_graph_meet_as_their_union(ways: tuple[Any, Any]):
     assert report.sliced and bool(report.cut) == both_cut
 
 
-def test_tokens_and_whole_rows_of_one_graph():
-    # Red when: tokens and sequences meet without being brought to sequences.
-    def step(take: Take) -> list[Tensor]:
-        model = Decoder(packed=True)
-        losses = LOSSES["flat"](model(IDS), LABELS)
-        (take(losses, QUARTER).mean() + take(losses.mean(1), torch.tensor([1, 3])).square().sum()).backward()
-        return gradients_of(model)
-
-    as_indexed(step)
-
-
 @WAYS
 def test_autograd_grad_returns_plain_tensors_and_cuts_what_it_would(way: str):
     # Red when: a gradient that is returned is made dense for all who share it, as the terms of a residual sum do:
@@ -878,10 +863,7 @@ def segmented(model: nn.ModuleDict, kept: Tensor, head: bool) -> tuple[Report, l
         torch.manual_seed(4)  # for dropout
         features = model["body"](x).detach().requires_grad_() if head else model["body"](x)
         losses = F.cross_entropy(model["head"](features), labels, reduction="none", ignore_index=2)
-        with count_flops() as counted:
-            found = gradients(lambda: take(losses, kept).mean(), list(model.parameters()))
-        flops.append(counted.total_flops)
-        return found
+        return gradients(lambda: take(losses, kept).mean(), list(model.parameters()), flops)
 
     return as_indexed(step, batchnorm="exact"), flops
 
@@ -997,10 +979,7 @@ def test_losses_with_classes_second_of_one_packed_row(shape: tuple[int, ...], sm
     def step(take: Take) -> list[Tensor | None]:
         logits = model(ids).movedim(-1, 1)
         losses = F.cross_entropy(logits, labels, reduction="none", weight=weight, label_smoothing=smoothing)
-        with count_flops() as counted:
-            found = gradients(lambda: take(losses, mask).sum(), list(model.parameters()))
-        flops.append(counted.total_flops)
-        return found
+        return gradients(lambda: take(losses, mask).sum(), list(model.parameters()), flops)
 
     assert not as_indexed(step).densified and flops[1] <= (mask.double().mean() + 0.02) * flops[0]
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from picks import ROWS, Take, as_indexed, chain, gradients, net
+from picks import ROWS, Take, as_indexed, chain, gradients, net, saving
 from rowprop.backprop.watch import Densified
-from rowprop.cost.flops import count_flops
 
 N, K = 32, 8
 ALL = torch.arange(N)
@@ -46,11 +45,7 @@ def test_what_runs_at_full_size_is_in_the_report(name: str):
     flops: list[int] = []
 
     def step(take: Take) -> list[Tensor | None]:
-        loss = take(losses(model, x), rows).mean()
-        with count_flops() as counted:
-            found = gradients(lambda: loss, list(model.parameters()))
-        flops.append(counted.total_flops)
-        return found
+        return gradients(lambda: take(losses(model, x), rows).mean(), list(model.parameters()), flops)
 
     report = as_indexed(step, rtol=1e-7, atol=1e-7)
     plain, ours = flops
@@ -60,19 +55,8 @@ def test_what_runs_at_full_size_is_in_the_report(name: str):
         assert op in report.densified and ours > 2 * K / N * plain
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return 2 * grad
-
-
-@rowprop.rowwise(saved=(), grads=(0,))
-class Declared(Doubled):
-    pass
+Doubled, Declared = (saving(lambda x: 2 * x, lambda grad: 2 * grad, save=lambda x: ()) for _ in range(2))
+rowprop.rowwise(saved=(), grads=(0,))(Declared)
 
 
 def hooked(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
