@@ -637,7 +637,7 @@ class Remembering:
         self.calls = state_dict["calls"] + 0
 
 
-ABSENT = object()
+ABSENT = "absent"
 
 
 @pytest.mark.parametrize(
