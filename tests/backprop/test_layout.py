@@ -7,6 +7,7 @@ from math import prod
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 import torch
 from hypothesis import assume, given
 
@@ -69,8 +70,17 @@ def regrouped(draw: st.DrawFn, numel: int) -> list[int]:
     return shape or [1]
 
 
+@pytest.mark.parametrize("new_shape", [(2, 3, 4), (2, 12), (24,), (6, 2, 2)])
+def test_view_counts_what_lies_in_front_of_the_rows(new_shape: tuple[int, ...]):
+    # Red when: `before` forgets layout.outer.
+    layout = Layout(0, 3, outer=2)
+    result = lay.view((6, 4), layout, new_shape)
+    assert result is not None
+    np.testing.assert_array_equal(labels((6, 4), layout).reshape(new_shape), labels(new_shape, result))
+
+
 @given(st.data())
-# Red when: `before` forgets layout.outer, or the dimension's size is tested against num_rows alone.
+# Red when: the dimension's size is tested against num_rows alone.
 def test_view_follows_every_element(data: st.DataObject):
     shape, layout = data.draw(layouts())
     new_shape = data.draw(regrouped(prod(shape)))
