@@ -76,9 +76,10 @@ def test_the_families_are_many_and_nine_in_ten_are_sliced():
 
 def test_the_page_has_a_line_for_each():
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in PAGE.read_text().splitlines()]
-    found = [(row[0], row[1], row[5]) for row in rows if len(row) == 7][2:]
-    expected = [(e.kind, e.name, ", ".join(f"`{op}`" for op in e.densifies)) for e in ENTRIES]
-    assert found == expected, "run nox -s families -- --page"
+    found = [row[0] for row in rows if len(row) == 4 and row[0] not in ("model", "---")]
+    assert len(found) == len(ENTRIES), "run nox -s families -- --page"
+    for entry, cell in zip(ENTRIES, found, strict=True):
+        assert cell.startswith(entry.name) and all(f"`{op}`" in cell for op in entry.densifies), cell
     found = [(row[0], row[1]) for row in rows if len(row) == 8][2:]
     names = [d.name + (f", {d.experts} experts" if d.experts else "") for d in DECODERS]
     assert found == list(zip(names, [d.attention for d in DECODERS], strict=True)), "run nox -s families -- --page"
