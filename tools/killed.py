@@ -12,57 +12,102 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from rowprop import SelectiveBackprop
-from rowprop.history import WithIds
+from rowprop.history import LossHistory, PruningSampler, WithIds
+from rowprop.scoring import Scored
+from rowprop.step import Record
 
 ROWS, BATCH, EPOCHS = 48, 8, 3
 MakeStep = Callable[..., SelectiveBackprop]
-PARTS = ("model", "optimizer", "step")
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Scored:
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return Scored(losses, losses.detach() ** 4)  # so uneven that the gate of kath18 opens
 
 
 class Training:
     """A training of three epochs; its trace has of each batch the ids, what was chosen, the loss and the progress."""
 
+    norm: type[nn.Module] = nn.BatchNorm1d
+    skips = -1  # the first id of the batches that the loop leaves out, modulo 5
+
     def __init__(self, make: MakeStep, workers: int = 0) -> None:
         torch.manual_seed(0)
         x = torch.randn(ROWS, 5)
         data = WithIds(TensorDataset(x, x[:, :3].argmax(1)))
-        self.model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
+        self.model = nn.Sequential(nn.Linear(5, 8), self.norm(8), nn.Tanh(), nn.Linear(8, 3))
+        self.optimizer = self.made_optimizer()
         self.step = make(self.model, losses_fn)
-        self.loader = DataLoader(data, BATCH, sampler=self.step.sampler, num_workers=workers, generator=seeded())
+        # For a step without a sampler, one that prunes nothing: it knows how to go on in the middle of an epoch.
+        plain = PruningSampler(LossHistory(ROWS), num_rows=ROWS, epochs=EPOCHS, prune=0)
+        self.order = self.step.sampler or plain
+        self.loader = DataLoader(data, BATCH, sampler=self.order, num_workers=workers, generator=seeded())
         self.trace: list[Any] = []
+        self.trained = 0  # rows of the running epoch
+
+    def made_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
+
+    def backward(self, ids: Tensor, batch: Any) -> tuple[Tensor, Record]:
+        done = self.order.trained(ids[:1]) - 1
+        progress = self.order.progress(done) if self.step.sampler is None else None
+        loss, record = self.step(batch, done // BATCH, ids=ids, progress=progress)
+        loss.backward()
+        return loss, record
+
+    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, Record]:
+        """Take a step of the optimizer, if there are rows enough."""
+        loss, record = self.backward(ids, batch)
+        if record.ready:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return loss, record
 
     def train(self, stop: int | None = None) -> None:
-        while self.step.sampler.next_epoch < EPOCHS:
+        while self.order.next_epoch < EPOCHS:
             for ids, batch in self.loader:
-                loss, record = self.step(batch, ids=ids)
-                loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                if ids[0] % 5 == self.skips:
+                    continue
+                loss, record = self.learn(ids, batch)
+                self.trained = self.order.trained(ids)
                 chosen = record.selection.rows.tolist(), record.selection.weights.tolist()
-                self.trace.append((ids.tolist(), *chosen, loss.item(), self.step.progress))
+                clock = None if self.step.sampler is None else self.step.progress
+                self.trace.append((ids.tolist(), *chosen, loss.item(), clock))
                 if len(self.trace) == stop:
                     return
 
     def state(self) -> dict[str, Any]:
-        return {name: getattr(self, name).state_dict() for name in PARTS}
+        # A kill between two optimizer steps would lose the gradients that wait for the next, so they are saved.
+        waiting = [torch.zeros(0) if p.grad is None else p.grad for p in self.model.parameters()]
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "step")}
+        return {**parts, "order": self.order.state_dict(self.trained), "waiting": waiting}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for name in ("model", "optimizer", "step", "order"):
+            if name != "order" or self.step.sampler is None:  # which the step's state has
+                getattr(self, name).load_state_dict(state[name])
+        for parameter, gradient in zip(self.model.parameters(), state["waiting"], strict=True):
+            parameter.grad = gradient if gradient.numel() else None
 
 
-def killed_and_resumed(make: Callable[[], Training], stop: int, file: Path) -> tuple[Training, Training]:
-    """A training that is killed after so many batches, and one that goes on from its file to the end."""
+def killed_and_resumed(
+    make: Callable[[], Training], stop: int, file: Path, without: str = ""
+) -> tuple[Training, Training]:
+    """A training that is killed after so many batches, and one that goes on from its file to the end.
+
+    In the place of the part ``without`` of the saved step the second has a fresh one.
+    """
     killed, resumed = make(), make()
     killed.train(stop)
     torch.save(killed.state(), file)
-    for name, state in torch.load(file, weights_only=True).items():
-        getattr(resumed, name).load_state_dict(state)
+    state = torch.load(file, weights_only=True)
+    if without:
+        state["step"][without] = resumed.step.state_dict()[without]
+    resumed.load(state)
     resumed.train()
     return killed, resumed
 

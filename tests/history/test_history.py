@@ -13,13 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import rowprop
-from killed import seeded
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, StaleScorer, WithIds
+from rowprop.scoring import score_without_graph
 from rowprop.selection import Context
 
 SIZE = 12
 IDS = torch.arange(SIZE)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def known(history: LossHistory, ids: Tensor = IDS) -> dict[str, Tensor]:
@@ -66,15 +70,20 @@ def test_a_loader_yields_the_ids_of_the_rows_it_yields(kind, workers):
     assert torch.cat([rows for _, rows in batches]).tolist() == [float(i) ** 2 for i in ids]
 
 
+def test_a_batch_is_fetched_at_once_where_the_data_set_can():
+    # Red when: __getitems__ is not passed on.
+    data = Fetched(6)
+    assert WithIds(data).__getitems__([4, -1]) == [(4, 16.0), (5, 25.0)]
+    assert data.fetches == 1
+
+
 def test_ids_of_a_subset_are_those_of_what_is_wrapped():
-    # Red when: the index that was asked for is the id (a -1 then is another row than the last), or __getitems__ is not
-    # passed on, so that a batch is not fetched at once.
+    # Red when: the index that was asked for is the id (a -1 then is another row than the last).
     places = [7, 2, 5]
     assert list(Subset(WithIds(Squares(9)), places)) == [(7, 49.0), (2, 4.0), (5, 25.0)]
     assert list(WithIds(Subset(Squares(9), places))) == [(0, 49.0), (1, 4.0), (2, 25.0)]
     assert next(iter(DataLoader(Subset(WithIds(Fetched(9)), places), 3)))[0].tolist() == places
     assert WithIds(Squares(9))[-1] == (8, 64.0) and len(WithIds(Squares(9))) == 9
-    assert WithIds(data := Fetched(6)).__getitems__([4, -1]) == [(4, 16.0), (5, 25.0)] and data.fetches == 1
 
 
 class Remembered:
@@ -201,29 +210,37 @@ def test_a_state_continues_bit_for_bit(size):
     assert_same(half.state_dict(), whole.state_dict())
 
 
-REFUSED: dict[str, Callable[[LossHistory], object]] = {  # by the sentence; bad values of all kinds: the hostile trial
+REFUSED: dict[str, Callable[[LossHistory], object]] = {  # by the sentence; the history has num_rows=4
     "WithIds got a object but a data set with places and a length was needed": lambda h: WithIds(object()),
     "WithIds got a Stream but a data set with places and a length was needed": lambda h: WithIds(Stream()),
+    "LossHistory got num_rows=0 but a whole number, 1 or more, was needed": lambda h: LossHistory(0),
     "no room for a table of 1000000000000000 rows: LossHistory got num_rows=1000000": lambda h: LossHistory(10**15),
     "LossHistory got device='foo', which cannot be used here: Expected one of": lambda h: LossHistory(device="foo"),
+    "LossHistory got device=None, which cannot be used here": lambda h: LossHistory(device=None),
     "LossHistory got the device meta, which remembers no numbers": lambda h: LossHistory(device="meta"),
     "got id 4 but has num_rows=4, ids 0 to 3": lambda h: h.losses_of(torch.tensor([1, 4])),
     "got id -1 but has num_rows=4": lambda h: h.update(torch.tensor([-1]), torch.ones(1)),
     r"ids of shape \(2,\) and dtype torch.float32 but the rows'": lambda h: LossHistory().losses_of(torch.ones(2)),
     "dtype torch.int64 on the device meta but the rows' ids": lambda h: h.losses_of(IDS[:2].to("meta")),
     r"LossHistory.update got losses of shape \(2, 3\)": lambda h: h.update(IDS[:2], torch.ones(2, 3)),
+    r"got losses=\[1.0\], a list, but a tensor was needed": lambda h: h.update(IDS[:1], [1.0]),
     "turn a mask into indices": lambda h: h.update(IDS[:2], torch.ones(2), torch.ones(2) > 0),
+    r"got rows=\[0\], a list, but a tensor": lambda h: h.update(IDS[:2], torch.ones(2), [0]),
     "got row -1 but places in the batch": lambda h: h.update(IDS[:2], torch.ones(2), torch.tensor([-1])),
     "got row 2 but places in the batch": lambda h: h.update(IDS[:2], torch.ones(2), torch.tensor([2])),
     r"got weights of shape \(1,\) .* for 2 ids": lambda h: h.set_weights(IDS[:2], torch.ones(1)),
+    r"got weights=\[1.0\], a list, but a tensor was needed": lambda h: h.set_weights(IDS[:1], [1.0]),
     "LossHistory.synchronise got group=5, a int, but a process group or": lambda h: h.synchronise(5),
     r"a state with num_rows=<tensor of shape \(2,\), torch.float32> but has num_rows=4; build it as it was": lambda h: (
         h.load_state_dict(h.state_dict() | {"num_rows": torch.ones(2)})
     ),
     "a state with num_rows=5 but has num_rows=4": lambda h: h.load_state_dict(LossHistory(5).state_dict()),
+    "StaleScorer got losses_fn=None, a NoneType, but a function was needed": lambda h: StaleScorer(None),
+    "StaleScorer got staleness=0 but a whole number, 1 or": lambda h: StaleScorer(losses_fn, 0),
     "StaleScorer got history={}, a dict, but a LossHistory was needed": lambda h: stale(Context(ids=IDS, history={})),
     "StaleScorer needs history, ": lambda h: stale(Context(ids=IDS)),
     "a call without ids was made but StaleScorer needs ids": lambda h: stale(Context()),
+    "StaleScorer got context=.*, a Tensor, but a rowprop.selecti": lambda h: stale(IDS),
 }
 
 
@@ -312,8 +329,7 @@ class Clock:
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_a_row_is_scored_at_every_nth_visit_or_when_it_has_no_loss(staleness):
-    # Red when: the comparison is strict, `+ 1` is dropped, or the visit that stores a score ages it; a row is scored
-    # alone, which BatchNorm in training refuses.
+    # Red when: the comparison is strict, `+ 1` is dropped, or the visit that stores a score ages it.
     # StaleSB's rule: visits since the last score, counted before this visit's decision, reach the staleness.
     history, clock = LossHistory(), Clock()
     scorer = StaleScorer(clock, staleness)
@@ -346,6 +362,38 @@ def test_an_infinite_loss_is_known():
     context = Context(ids=batch, history=history)
     assert StaleScorer(clock, 9)(None, batch, context).tolist() == [math.inf, 5.0, -math.inf, 5.0]
     assert clock.asked == []
+
+
+def test_one_stale_row_gets_company_for_batchnorm():
+    # Red when: a row is scored alone, which BatchNorm in training refuses.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    history = LossHistory(6)
+    scorer = StaleScorer(losses_fn, 10)
+    ids, batch = torch.arange(6), (torch.randn(6, 3), torch.randn(6))
+    context = Context(ids=ids, history=history)
+    history.update(ids[:5], torch.arange(5.0))
+    scores = score_without_graph(lambda model, batch: scorer(model, batch, context), model, batch)
+    assert model[1].num_batches_tracked.item() == 0
+    with torch.no_grad():
+        fresh = losses_fn(model, (batch[0][[0, 5]], batch[1][[0, 5]]))
+    torch.testing.assert_close(scores[[0, 5]], fresh)
+    assert scores[1:5].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_where_ranks_must_run_as_many_forwards_two_rows_are_always_scored(monkeypatch):
+    # Red when: a rank that knows all its rows runs no forward, and the other ranks wait for it.
+    history, clock = LossHistory(4), Clock()
+    scorer, batch = StaleScorer(clock, 9), torch.arange(4)
+
+    def scored(ids: Tensor) -> list[float]:
+        return scorer(None, ids, Context(ids=ids, history=history)).tolist()
+
+    history.update(batch, torch.full((4,), 5.0))
+    assert scored(batch) == [5.0] * 4 and clock.asked == []
+    monkeypatch.setattr("rowprop.history.lookup.averages_gradients", lambda model: True)
+    assert scored(batch) == [0.0, 1.0, 5.0, 5.0] and clock.asked == [[0, 1]]
+    assert scored(batch[2:3]) == [2.0] and clock.asked[1:] == [[2]]
 
 
 def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
