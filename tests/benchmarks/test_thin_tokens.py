@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("scipy", reason="scipy is not installed")
 import thin_tokens
@@ -22,3 +23,12 @@ def test_differences_are_paired_and_the_limit_counts_the_backward_by_its_flops()
     (line,) = (line for line in thin_tokens.table(runs) if line.startswith("| `tokens` "))
     # (1 + 3 * 4 / 8) / (1 + 3); the standard error of .01 and .03 is .01.
     assert line == "| `tokens` | 10 | 2.520 | +0.0200 ± 0.1271 | 0.50 | 0.75 (0.62) |"
+
+
+def test_a_loss_of_some_rows_is_the_mean_of_their_answers():
+    # Red where the sum is divided by the answers of all rows.
+    ids, table = torch.randint(thin_tokens.BYTES, (2, 3, thin_tokens.TOKENS)), torch.randn(thin_tokens.BYTES, 128)
+    found = thin_tokens.loss_of(lambda inputs: table[inputs], tuple(ids), rows=torch.tensor([0, 2]))  # pyright: ignore
+    chosen = (ids[:, row, -thin_tokens.ANSWER :] for row in (0, 2))
+    by_row = [torch.nn.functional.cross_entropy(table[inputs], targets) for inputs, targets in chosen]
+    torch.testing.assert_close(found, sum(by_row) / 2)

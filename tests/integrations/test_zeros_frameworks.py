@@ -75,3 +75,10 @@ def test_what_differs_most_in_float32_is_exact_in_float64(tmp_path: Path):
     ours = zeros.backward(training)
     assert ours.flops < 0.85 * plain.flops
     assert zeros.difference(plain, ours) < 1e-15
+
+
+def test_the_limit_counts_the_backward_by_its_flops():
+    # Whatever the times are, it lies between the backward's share and 1. Red where the step's time is divided by the
+    # backward's.
+    row = zeros.measured("plain loop: `losses[losses.topk(16).indices].mean()`", rounds=2)
+    assert 0.25 <= row["flops_ratio"] < row["step_limit"]["median"] < 1
