@@ -1,8 +1,9 @@
 """A step of the kept rows beside the plain step, the two-forward way and the limit (F + kB) / (F + B), on one thread.
 
-``python benchmarks/bench_step.py --rounds 20`` prints a table in Markdown. Rounds are interleaved, figures are medians
-of CPU seconds, so that other programs on the machine count little. The limit is that of FLOPs: a forward by itself is
-compiled to another program than that of a step, and on a CPU may take longer than a whole step.
+``python benchmarks/bench_step.py --rounds 20`` prints a table in Markdown. Rounds are interleaved, each in an order of
+its own, and figures are medians of CPU seconds, so that other programs on the machine count little. The limit is that
+of FLOPs: a forward by itself is compiled to another program than that of a step, and on a CPU may take longer than a
+whole step.
 
 XLA asks for new memory in each call, and the system clears it page by page, as long as glibc gives back what is freed.
 ``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=10000000000`` before the command keeps it, in every way that is timed.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import sys
 import time
@@ -62,10 +64,11 @@ def timed(compiled, inputs):
 def medians(compiled, inputs, rounds):
     for function in compiled.values():
         timed(function, inputs)
-    taken = {name: [] for name in compiled}
+    taken, order, shuffle = {name: [] for name in compiled}, list(compiled), random.Random(0).shuffle
     for _ in range(rounds):
-        for name, function in compiled.items():
-            taken[name].append(timed(function, inputs))
+        shuffle(order)  # what ran before leaves its memory to what runs now
+        for name in order:
+            taken[name].append(timed(compiled[name], inputs))
     return {name: statistics.median(times) for name, times in taken.items()}
 
 

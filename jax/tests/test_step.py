@@ -127,14 +127,16 @@ def test_checkpoint_recomputes_the_kept_rows_alone():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_is_cheap_is_not_saved_but_computed_again_for_the_kept_rows(name):
-    # Against what `jax.vjp` saves. Red with `lean=False` in vjp, and with an empty CHEAP.
+    # Against what `jax.vjp` saves. Red with `lean=False` in vjp, with an empty CHEAP, where what a `jax.custom_jvp`
+    # holds is not looked at, as relu's, and where what is saved is rounded to its own dtype.
     losses_fn, params, batch = NETWORKS[name](16)
     program = jax.make_jaxpr(lambda params, batch: sliced(losses_fn, params, batch, [3, 9, 11]))(params, batch)
     assert "remat2" in {eqn.primitive.name for eqn in program.eqns}
     forward = rowprop_jax.sliced._Forward(losses_fn, params, batch, (), False, lean=True)
     own = jax.eval_shape(lambda params: jax.vjp(lambda params: losses_fn(params, batch), params)[1], params)
     saved, saved_by_jax = (sum(leaf.size for leaf in jax.tree.leaves(vjp)) for vjp in (forward.shapes[1], own))
-    assert saved < {"mlp": 1, "resnet": 0.8, "moe": 0.8, "cnn": 0.8}.get(name, 0.5) * saved_by_jax
+    assert saved < {"mlp": 0.6, "moe": 0.25}.get(name, 0.5) * saved_by_jax
+    assert "reduce_precision" not in str(forward.program)
 
 
 def test_a_print_in_the_losses_prints_once(capfd):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from rowprop_jax import rules as _rules  # noqa: F401  # pyright: ignore  # they enter themselves
 from rowprop_jax.walk import WHOLE, Mixes, Rows, Value, rows_of, walk
@@ -16,7 +16,7 @@ Tree = Any  # a pytree of arrays
 # What a lean forward computes again for the kept rows: it costs less than to save its results for all.
 CHEAP = """add add_any sub mul div rem neg sign abs max min square sqrt rsqrt cbrt integer_pow pow exp exp2 expm1 log
 log1p tanh logistic sin cos tan erf erfc clamp select_n eq ne lt le gt ge and or xor not is_finite stop_gradient name
-convert_element_type copy broadcast_in_dim reduce_sum reduce_max""".split()
+convert_element_type copy broadcast_in_dim reduce_sum reduce_max reduce_window_sum reduce_window_max gather""".split()
 
 
 class InvalidInput(ValueError):
@@ -77,6 +77,28 @@ def vjp(losses_fn: Callable[..., Any], params: Tree, batch: Tree, *args: Any, ha
     return (losses, pullback, aux) if has_aux else (losses, pullback)
 
 
+def _cheap(name: str, params: dict[str, Any]) -> bool:
+    """Whether a primitive is cheap, or a function with a derivative of its own, as relu, of which each is."""
+    inner = params.get("call_jaxpr", params.get("jaxpr")) if name in ("custom_jvp_call", "jit") else None
+    return name in CHEAP or bool(inner and all(_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns))
+
+
+def _unrounded(program: Any) -> Any:
+    """The program without jax.checkpoint's roundings of what it saves to float32: each would be a pass of its own."""
+    same, eqns = dict[Any, Any](), list[Any]()
+
+    def read(atoms: Any) -> list[Any]:
+        return [atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in atoms]
+
+    for eqn in program.jaxpr.eqns:
+        operands, known = read(eqn.invars), eqn.primitive.name == "reduce_precision"
+        if known and (eqn.invars[0].aval.dtype, *eqn.params.values()) == ("float32", 8, 23):
+            same[eqn.outvars[0]] = operands[0]
+        else:
+            eqns.append(eqn.replace(invars=operands))
+    return program.replace(jaxpr=program.jaxpr.replace(eqns=eqns, outvars=read(program.jaxpr.outvars)))
+
+
 class _Forward:
     """A forward as a program of arrays, and the shapes of what it returns: losses, JAX's VJP with what it saves, aux.
 
@@ -88,13 +110,16 @@ class _Forward:
             def function(params: Tree) -> Any:
                 return losses_fn(params, batch, *args)
 
-            saved = jax.checkpoint(function, prevent_cse=False, policy=lambda op, *_, **__: op.name not in CHEAP)
+            saved = jax.checkpoint(
+                function, prevent_cse=False, policy=lambda op, *_, **params: not _cheap(op.name, params)
+            )
             found = jax.vjp(saved if lean else function, params, has_aux=has_aux)
             return found if has_aux else (*found, None)
 
         self.twin = lambda small: _Forward(losses_fn, params, small, args, has_aux, lean)
         self.batch, self.lean, self.num_params = batch, lean, len(jax.tree.leaves(params))
-        self.program, self.shapes = jax.make_jaxpr(forward, return_shape=True)(params, batch, args)
+        program, self.shapes = jax.make_jaxpr(forward, return_shape=True)(params, batch, args)
+        self.program = _unrounded(program)
         shape, num_rows = jnp.shape(self.shapes[0]), len(jax.tree.leaves(batch)[0])
         if shape[:1] != (num_rows,):
             said = f"but one loss for each of the batch's {num_rows} rows was needed; take no mean over rows"

@@ -23,6 +23,7 @@ from rowprop.checks import (
     is_number,
     is_vector,
     shown,
+    wrong,
     takes,
     wrong,
 )
@@ -177,6 +178,8 @@ class Selection:
     ) -> Selection:
         """Keep all N rows, each with weight ``1/N``."""
         check_whole("Selection.everything", "num_rows", num_rows, 0)
+        if num_rows >= 2**60:  # torch has no bytes to count for so many indices
+            raise wrong("Selection.everything", "num_rows", num_rows, "a whole number below 2**60 was needed.")
         rows = torch.arange(num_rows, device=checked_device("Selection.everything", device))
         return cls(rows, _even(rows, dtype), num_rows, even=True, unbiased=True)
 
