@@ -129,7 +129,7 @@ def thinning(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", name="gpu-dry")
 def gpu_dry(session: nox.Session) -> None:
-    """Run all of scripts/gpu on the CPU, with tiny sizes: about a minute."""
+    """Run all of scripts/gpu, and the tests for a GPU, on the CPU, with tiny sizes: about two minutes."""
     session.run(sys.executable, "-m", "pytest", *files("gpu_script"), env=ONE_THREAD | {"ROWPROP_GPU_DRY": "1"})
 
 

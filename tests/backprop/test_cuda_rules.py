@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -282,14 +278,6 @@ def test_packed_sequences_run_on_all_rows(name: str, length: str):
 def test_cudnn_attention_that_avoids_recompiling_runs_on_all_rows(monkeypatch):
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     compare(replace(CASES["cudnn_one_projection"], densifies=True), TWO)
-
-
-def test_the_tests_for_a_gpu_run_on_the_cpu():
-    # Red when: test_gpu.py has a mistake that shows on any device.
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_gpu.py"]
-    place, there = Path(__file__).parents[2], {**os.environ, "ROWPROP_GPU_TESTS_ON": "cpu"}
-    done = subprocess.run(command, cwd=place, env=there, capture_output=True, check=False)
-    assert done.returncode == 0 and b" passed" in done.stdout, done.stdout.decode()
 
 
 def own(name: str, *more: Any) -> Callable[..., Tensor]:

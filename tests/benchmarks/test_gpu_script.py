@@ -29,6 +29,7 @@ KEPT = {0.1: 2, 0.25: 4, 0.5: 8, 1.0: 16}  # of 16 rows
 ENGINES = ["sliced", "masked", "recompute"]
 TEN = {"mlp", "resnet18", "resnet50", "vit", "bert", "gpt2", "llama", "lstm", "unet", "moe"}
 FOUR = {"resnet50", "vit", "gpt2", "llama"}
+pytestmark = pytest.mark.skipif("ROWPROP_GPU_DRY" not in os.environ, reason="nox -s gpu-dry runs it, in two minutes")
 
 
 FEWER_PROCESSES = """
@@ -48,8 +49,6 @@ raise SystemExit(gpu.main())
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """The results of a dry run, as JSON and as a page; its parts share a process, but for the tests."""
-    if "ROWPROP_GPU_DRY" not in os.environ:
-        pytest.skip("a minute by itself: nox -s gpu-dry")
     out = tmp_path_factory.mktemp("gpu")
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(SCRIPT.parent)]}{FEWER_PROCESSES}"]
     command += ["--dry", "--out", str(out)]
@@ -245,3 +244,11 @@ def test_a_finding_that_fails_is_told_and_the_next_one_made(capsys: pytest.Captu
     part = {"status": "done", "found": found}
     assert not gpu.is_good(part) and gpu.is_good({"status": "done", "found": {"second": found["second"]}})
     assert "and more" in capsys.readouterr().err
+
+
+def test_the_tests_for_a_gpu_run_on_the_cpu():
+    # Red when: test_gpu.py has a mistake that shows on any device.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    place, there = SCRIPT.parents[1], {**os.environ, "ROWPROP_GPU_TESTS_ON": "cpu"}
+    done = subprocess.run(command, cwd=place, env=there, capture_output=True, check=False)
+    assert done.returncode == 0 and b" passed" in done.stdout, done.stdout.decode()
