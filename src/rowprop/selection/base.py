@@ -23,7 +23,6 @@ from rowprop.checks import (
     is_number,
     is_vector,
     shown,
-    wrong,
     takes,
     wrong,
 )
