@@ -83,10 +83,12 @@ def saving(
     save: Any = lambda *args: args,
     boxed: bool = False,
     base: Any = torch.autograd.Function,
+    plain: bool = True,
 ) -> Any:
     """A fresh autograd function; ``backward`` is called with what is saved of its arguments and with the gradients.
 
-    The function remembers the shapes of the first gradients in ``given``.
+    The function remembers the shapes of the first gradients in ``given``. All are plain tensors, unless ``plain`` is
+    False: the caller may hand a gradient that comes sliced on to a backward of its own.
     """
 
     class Saving(base):
@@ -101,7 +103,7 @@ def saving(
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             grads = grads[0] if boxed else grads
-            assert all(type(g) is Tensor for g in grads)
+            assert not plain or all(type(g) is Tensor for g in grads)
             Saving.given.append(grads[0].shape)
             return backward(*ctx.saved_tensors, *grads)
 

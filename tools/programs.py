@@ -467,6 +467,7 @@ def moved_in_place(p: Program, x: Tensor, d: int) -> Tensor:
 Cube = saving(
     lambda x: torch.from_numpy(x.detach().numpy() ** 3 / 5),
     lambda x, grad: torch.from_numpy(grad.numpy() * x.numpy() ** 2 * 0.6),
+    plain=False,
 )
 
 
@@ -514,7 +515,7 @@ class Linear(torch.autograd.Function):
 
 # Row by row, with two results.
 Waves = rowprop.rowwise(saved=0, grads=0, outputs=(0, 0))(
-    saving(lambda x: (x.sin(), x.cos()), lambda x, sine, cosine: sine * x.cos() - cosine * x.sin())
+    saving(lambda x: (x.sin(), x.cos()), lambda x, sine, cosine: sine * x.cos() - cosine * x.sin(), plain=False)
 )
 
 

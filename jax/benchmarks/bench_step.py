@@ -1,5 +1,7 @@
 """A step of the kept rows beside the plain step, the two-forward way and the limit (F + kB) / (F + B), on one thread.
 
+The plain step of K rows alone shows how much of its share XLA's own backward takes for fewer rows.
+
 ``python benchmarks/bench_step.py --rounds 20`` prints a table in Markdown. Rounds are interleaved, each in an order of
 its own, and figures are medians of CPU seconds, so that other programs on the machine count little. The limit is that
 of FLOPs: a forward by itself is compiled to another program than that of a step, and on a CPU may take longer than a
@@ -40,19 +42,25 @@ NETWORKS = {
 
 
 def programs(network):
-    """The forward, the plain step, and for each keep the sliced step and the two-forward one, all compiled."""
+    """The forward and the plain step; for each keep the sliced step, two forwards and the plain step of K rows."""
     losses_fn, params, batch = network()
     found = {"forward": jax.jit(losses_fn), "plain": jax.jit(jax.grad(lambda p, b: losses_fn(p, b).mean()))}
     for keep in KEEPS:
         found["sliced", keep] = jax.jit(rowprop_jax.value_and_grad(losses_fn, rowprop_jax.top_k, keep=keep))
 
-        def recompute(p, b, keep=keep):
-            num_kept = -int(-keep * jax.tree.leaves(b)[0].shape[0] // 1)
-            rows = jax.lax.top_k(losses_fn(p, b), num_kept)[1]
+        def alone(p, b, keep=keep, rows=None):
+            rows = slice(kept(keep, b)) if rows is None else rows
             return jax.grad(lambda p: losses_fn(p, jax.tree.map(lambda a: a[rows], b)).mean())(p)
 
-        found["recompute", keep] = jax.jit(recompute)
+        def recompute(p, b, keep=keep, alone=alone):
+            return alone(p, b, rows=jax.lax.top_k(losses_fn(p, b), kept(keep, b))[1])
+
+        found["recompute", keep], found["alone", keep] = jax.jit(recompute), jax.jit(alone)
     return {name: function.lower(params, batch).compile() for name, function in found.items()}, (params, batch)
+
+
+def kept(keep, batch):
+    return -int(-keep * len(jax.tree.leaves(batch)[0]) // 1)
 
 
 def timed(compiled, inputs):
@@ -83,10 +91,9 @@ def main():
     memory = "kept" if os.environ.get("MALLOC_MMAP_MAX_") == "0" else "new in each call"
     print(f"One thread of {cpu}, jax {jax.__version__}, float32, memory {memory}, ", end="")
     print(f"medians of {arguments.rounds} interleaved rounds.\n")
-    print(
-        "| network, keep | FLOPs over F + kB | step over plain | its limit | over the limit | two forwards over plain |"
-    )
-    print("|---|---|---|---|---|---|")
+    print("| network, keep | FLOPs over F + kB | step over plain | its limit | over the limit ", end="")
+    print("| two forwards over plain | plain step of K rows over plain (share) |")
+    print("|---|---|---|---|---|---|---|")
     for name, network in NETWORKS.items():
         if arguments.network and not name.startswith(arguments.network):
             continue
@@ -95,13 +102,14 @@ def main():
         seconds = medians(compiled, inputs, arguments.rounds)
         num_rows = len(jax.tree.leaves(inputs[1])[0])
         for keep in KEEPS:
-            share = -int(-keep * num_rows // 1) / num_rows
+            share = kept(keep, inputs[1]) / num_rows
             limit_flops = flops["forward"] + share * (flops["plain"] - flops["forward"])
             limit = limit_flops / flops["plain"]
-            sliced, twice = (seconds[way, keep] / seconds["plain"] for way in ("sliced", "recompute"))
+            sliced, twice, alone = (seconds[way, keep] / seconds["plain"] for way in ("sliced", "recompute", "alone"))
             ratio = flops["sliced", keep] / limit_flops
             print(
-                f"| {name}, {keep} | {ratio:.3f} | {sliced:.3f} | {limit:.3f} | {sliced / limit:.3f} | {twice:.3f} |",
+                f"| {name}, {keep} | {ratio:.3f} | {sliced:.3f} | {limit:.3f} | {sliced / limit:.3f} | {twice:.3f} "
+                f"| {alone:.3f} ({share:.3f}) |",
                 flush=True,
             )
 
