@@ -467,14 +467,21 @@ def held(shape: Sequence[int], parts: Sequence[Part], entries: Sequence[Any]) ->
     return out.expand(list(shape))
 
 
+def by_entry(shape: Sequence[int], parts: Sequence[Part]) -> Tensor:
+    """The flat places of a shape's elements, a line for each entry of these parts, in row-major order."""
+    number = torch.zeros([1] * len(shape), dtype=torch.int64)
+    for part in parts:
+        along = torch.arange(shape[part.dim]) // part.inner % part.size
+        number = number * part.size + along.view([-1 if d == part.dim else 1 for d in range(len(shape))])
+    return number.expand(list(shape)).flatten().argsort(stable=True).view(prod(part.size for part in parts), -1)
+
+
 def scattered(g: RowSlice) -> Tensor:
-    """The truth about a sliced gradient, row by row."""
+    """The truth about a sliced gradient: what each kept row holds is added in its place."""
     out = torch.zeros(g.shape, dtype=g.values.dtype)
-    among = g.layout.compact(g.rows.kept).parts
-    sizes = [part.size for part in g.layout.parts]
-    for place, row in enumerate(g.rows.index):
-        entries = torch.unravel_index(row, sizes)
-        out[held(g.shape, g.layout.parts, entries)] += g.values[held(g.values.shape, among, [torch.tensor(place)])]
+    places = by_entry(g.shape, g.layout.parts)[g.rows.index]
+    kept_rows = by_entry(g.values.shape, g.layout.compact(g.rows.kept).parts)
+    out.view(-1).index_put_((places,), g.values.flatten()[kept_rows], accumulate=True)
     return out
 
 
