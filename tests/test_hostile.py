@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 import hostile_cases
-from hostile import trial
+from hostile import HypothesisProvider, trial, values_of
 from rowprop.history import LossHistory
 
 
@@ -25,6 +25,13 @@ def test_bad_values_are_refused(door: str):
     # Red with any check of these doors left out: an argument that nobody looks at is accepted, or ends in a TypeError.
     inputs, found = trial(door)
     assert inputs > 100 and not found, "\n".join(found)
+
+
+def test_no_constants_of_the_imported_modules_are_drawn(monkeypatch: pytest.MonkeyPatch):
+    # Red without `backend="steady"`: each process would draw others, as its imports are.
+    asked = Mock(return_value=None)
+    monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", asked)
+    assert values_of.__wrapped__(hostile_cases.doors()["TopK"].arguments["keep"]) and not asked.called
 
 
 def writes_first(self: LossHistory, ids: Any, weights: Any, checked: Any = LossHistory.set_weights) -> None:

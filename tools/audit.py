@@ -349,7 +349,7 @@ class Case:
             rows = sets[-1]
             values = torch.randn(layout.kept_shape(value.shape, rows.kept), generator=generator, dtype=torch.float64)
             if rows.absent is not None:
-                values[held(values.shape, [layout.compact(rows.kept).parts[0]], [rows.absent.nonzero()[:, 0]])] = 0
+                values.view(-1)[by_entry(values.shape, layout.compact(rows.kept).parts)[rows.absent]] = 0
             inside = RowSlice(copy_of(values.to(value.dtype), variant.order), rows, layout, value.shape)
             dense.append(scattered(inside))
             sliced.append(RowGrad(inside))
@@ -456,15 +456,6 @@ def row_set(kind: str, layout: Layout) -> RowSet:
     if kind == "fallen":
         rows.absent = torch.tensor([True, False, False, True])
     return rows
-
-
-def held(shape: Sequence[int], parts: Sequence[Part], entries: Sequence[Any]) -> Tensor:
-    """Which elements of a shape have one of these entries in each of these parts."""
-    out = torch.ones([1] * len(shape), dtype=torch.bool)
-    for part, entry in zip(parts, entries, strict=True):
-        along = torch.isin(torch.arange(shape[part.dim]) // part.inner % part.size, entry)
-        out = out & along.view([-1 if d == part.dim else 1 for d in range(len(shape))])
-    return out.expand(list(shape))
 
 
 def by_entry(shape: Sequence[int], parts: Sequence[Part]) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, Constants, HypothesisProvider
+from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 
 import hostile_values
 import rowprop
@@ -35,8 +35,8 @@ LIMIT_S = 120
 DRAWN = 15  # numbers, texts, tensors and functions for each argument, beside the values that have a name
 SHARES = 0, 0.5, 0.5, 1  # of the arguments that are bad in inputs of each callable with several at a time
 OURS = str(Path(rowprop.__file__).parent), str(Path(__file__).parent)
-# It draws no constants of the modules that happen to be imported: the inputs are the same in every process.
-Steady = type("Steady", (HypothesisProvider,), {"_local_constants": Constants()})
+# It draws no constants, which are those of the modules that happen to be imported: the inputs are always the same.
+Steady = type("Steady", (HypothesisProvider,), {"_maybe_draw_constant": lambda *_, **__: None})
 AVAILABLE_PROVIDERS["steady"] = f"{__name__}.Steady"
 QUIET = settings(
     phases=[Phase.generate], database=None, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck],

@@ -44,16 +44,19 @@ NETWORKS = {
 def programs(network):
     """The forward and the plain step; for each keep the sliced step, two forwards and the plain step of K rows."""
     losses_fn, params, batch = network()
+
+    def of_rows(p, b, rows):
+        return jax.grad(lambda p: losses_fn(p, jax.tree.map(lambda a: a[rows], b)).mean())(p)
+
     found = {"forward": jax.jit(losses_fn), "plain": jax.jit(jax.grad(lambda p, b: losses_fn(p, b).mean()))}
     for keep in KEEPS:
         found["sliced", keep] = jax.jit(rowprop_jax.value_and_grad(losses_fn, rowprop_jax.top_k, keep=keep))
 
-        def alone(p, b, keep=keep, rows=None):
-            rows = slice(kept(keep, b)) if rows is None else rows
-            return jax.grad(lambda p: losses_fn(p, jax.tree.map(lambda a: a[rows], b)).mean())(p)
+        def alone(p, b, keep=keep):
+            return of_rows(p, b, slice(kept(keep, b)))
 
-        def recompute(p, b, keep=keep, alone=alone):
-            return alone(p, b, rows=jax.lax.top_k(losses_fn(p, b), kept(keep, b))[1])
+        def recompute(p, b, keep=keep):
+            return of_rows(p, b, jax.lax.top_k(losses_fn(p, b), kept(keep, b))[1])
 
         found["recompute", keep], found["alone", keep] = jax.jit(recompute), jax.jit(alone)
     return {name: function.lower(params, batch).compile() for name, function in found.items()}, (params, batch)

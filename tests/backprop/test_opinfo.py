@@ -48,3 +48,10 @@ def test_gradients_equal_plain_indexing(op: Any, dtype: torch.dtype):
                                 e.isfinite()
                             )  # dense zeros times infinity are NaN; rows left out contribute nothing
                             torch.testing.assert_close(a[finite], e[finite], rtol=1e-8, atol=1e-9)
+
+
+def test_the_samples_of_an_op_are_the_same_whatever_was_drawn_before():
+    # Red without `set_rng_seed`.
+    op = next(op for op, _ in OPS if op.name == "addmm")
+    first, second = (next(samples(op, torch.float64))[1] for _ in range(2))
+    torch.testing.assert_close(second, first, rtol=0, atol=0)

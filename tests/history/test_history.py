@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import rowprop
+from killed import seeded
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, StaleScorer, WithIds
 from rowprop.scoring import score_without_graph
@@ -20,10 +21,6 @@ from rowprop.selection import Context
 
 SIZE = 12
 IDS = torch.arange(SIZE)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def known(history: LossHistory, ids: Tensor = IDS) -> dict[str, Tensor]:

@@ -21,32 +21,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laws
+from killed import seeded
+from rowprop import ImportanceSampling, RandomRows, Selection, TopK, selector
 from rowprop.distributed import Global, Local
 from rowprop.schedule import Ramp
-from rowprop.selection import (
-    AboveMean,
-    Context,
-    ImportanceSampling,
-    LossMass,
-    MaxVariance,
-    MultipleOf,
-    Nonzero,
-    OverAll,
-    PercentileSampling,
-    PerClass,
-    RandomRows,
-    RankSampling,
-    Selection,
-    Threshold,
-    TopBottom,
-    TopK,
-    selector,
-)
+from rowprop.selection import AboveMean, Context, LossMass, MaxVariance, MultipleOf, Nonzero, OverAll, PerClass
+from rowprop.selection.selectors import PercentileSampling, RankSampling, Threshold, TopBottom
 from sentences import refused
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def drawing(seed: int = 0) -> Context:
