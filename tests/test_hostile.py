@@ -29,8 +29,7 @@ def test_bad_values_are_refused(door: str):
 
 def test_no_constants_of_the_imported_modules_are_drawn(monkeypatch: pytest.MonkeyPatch):
     # Red without `backend="steady"`: each process would draw others, as its imports are.
-    asked = Mock(return_value=None)
-    monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", asked)
+    monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", asked := Mock(return_value=None))
     assert values_of.__wrapped__(hostile_cases.doors()["TopK"].arguments["keep"]) and not asked.called
 
 

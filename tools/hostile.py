@@ -38,10 +38,8 @@ OURS = str(Path(rowprop.__file__).parent), str(Path(__file__).parent)
 # It draws no constants, which are those of the modules that happen to be imported: the inputs are always the same.
 Steady = type("Steady", (HypothesisProvider,), {"_maybe_draw_constant": lambda *_, **__: None})
 AVAILABLE_PROVIDERS["steady"] = f"{__name__}.Steady"
-QUIET = settings(
-    phases=[Phase.generate], database=None, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck],
-    backend="steady",
-)  # fmt: skip
+QUIET = settings(phases=[Phase.generate], database=None, deadline=None, derandomize=True, backend="steady",
+                 suppress_health_check=[*HealthCheck])  # fmt: skip
 SETTINGS = "is_grad_enabled get_default_dtype get_num_threads are_deterministic_algorithms_enabled".split()
 
 
