@@ -6,6 +6,8 @@ smallest width nothing but the overhead is left: a backward's time over its numb
 plain and sliced. The floor is the backward of all rows whose gradient calls Python at each op, which runs the op and
 does nothing else. Where the ratio of the two steps falls below 1, slicing begins to pay: linear interpolation between
 the widths, in the logarithm of the plain backward's FLOPs.
+
+With ``--compile`` the plain step's model is compiled by default, and the other by ``backend="rowprop"``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,17 +116,22 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(bench: Bench, keep: float, rounds: int, warmup: int = 5) -> dict[str, Any]:
+def measure(bench: Bench, keep: float, rounds: int, compiled: bool = False, warmup: int = 5) -> dict[str, Any]:
     """Both steps at one width."""
     n, device = bench.batch[0].shape[0], bench.batch[0].device
     variants = {"full": full, "sliced": sliced}
-    if not any(n in p.shape for p in bench.model.parameters()):  # weights and rows are told apart by their sizes
+    if not compiled and not any(n in p.shape for p in bench.model.parameters()):  # weights are told by their sizes
         variants["floor"] = floor
+    benches = dict.fromkeys(variants, bench)
+    if compiled:
+        torch.compiler.reset()  # models of the same classes before this one count against dynamo's limit
+        benches["full"] = replace(bench, model=torch.compile(bench.model))
+        benches["sliced"] = replace(bench, model=torch.compile(bench.model, backend="rowprop"))
     steps: dict[str, list[Any]] = {name: [] for name in variants}
     for number in range(warmup + rounds):
         rows = draw(n, keep, device)
         for name in list(variants)[:: 1 if number % 2 else -1]:
-            step = bench.step(variants[name], rows)
+            step = benches[name].step(variants[name], rows)
             if number >= warmup:
                 steps[name].append(step)
     loss = row_losses(bench.model, bench.batch).mean()
@@ -167,11 +175,14 @@ def markdown(result: dict[str, Any]) -> str:
         plain, cut = (first[f"{which}_backward_us"]["median"] for which in ("full", "sliced"))
         even, floor_us = w["break_even_flops"], first["floor_backward_us"]
         lowest = f"The floor is {floor_us['median'] / plain:.2f}. " if floor_us else ""
+        per_op = (
+            f"{plain / first['plain_ops']:.1f} us per plain op ({first['plain_ops']} ops), "
+            f"{cut / first['sliced_ops']:.1f} us per sliced op ({first['sliced_ops']} ops); "
+        )
         lines += [
             "", f"## {w['workload']}: keep {w['keep']}", "",
-            f"At width {first['width']}: {plain / first['plain_ops']:.1f} us per plain op ({first['plain_ops']} ops), "
-            f"{cut / first['sliced_ops']:.1f} us per sliced op ({first['sliced_ops']} ops). "
-            f"The sliced backward takes {cut / plain:.2f} of the plain one. "
+            f"At width {first['width']}: {'' if result['setting']['compiled'] == 'yes' else per_op}"
+            f"the sliced backward takes {cut / plain:.2f} of the plain one. "
             + lowest
             + (f"Slicing pays from a backward of {even / 1e6:.1f} MFLOP on." if even else "No break-even here."),
             "", "| width | backward, MFLOP | plain backward, us | sliced backward, us | step ratio (quartiles) |",
@@ -194,6 +205,7 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0.25, help="(default %(default)s)")
     parser.add_argument("--rounds", type=int, default=100, help="steps of each kind (default %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default torch's)")
+    parser.add_argument("--compile", action="store_true", help="compile both steps' models")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -201,7 +213,7 @@ def main() -> None:
     device = torch.device(args.device)
     result: dict[str, Any] = {
         "command": " ".join(["python benchmarks/bench_overhead.py", *sys.argv[1:]]),
-        "setting": setting(device, args.threads, dtype="float32"),
+        "setting": setting(device, args.threads, dtype="float32", compiled="yes" if args.compile else "no"),
         "workloads": [],
     }
     for name, (make, widths) in WORKLOADS.items():
@@ -211,11 +223,12 @@ def main() -> None:
             model.to(device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             bench = Bench(model, tuple(t.to(device) for t in batch), optimizer, nullcontext)
-            rows.append({"width": width, **measure(bench, args.keep, args.rounds)})
+            rows.append({"width": width, **measure(bench, args.keep, args.rounds, args.compile)})
         summary = {"workload": name, "keep": args.keep, "widths": rows, "break_even_flops": break_even_flops(rows)}
         result["workloads"].append(summary)
         print(markdown({**result, "workloads": [summary]}).partition("## ")[2], flush=True)
-    save(args.out, f"overhead-{device_stem(device, args.threads)}", result, markdown(result))
+    more = "-compiled" if args.compile else ""
+    save(args.out, f"overhead-{device_stem(device, args.threads)}{more}", result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ class Backward:
         self.fake_mode: Any = detect_fake_mode(self.inputs)
         self.context = TracingContext.try_get()
         self.compile_context = CompileContext.try_get()
+        self.symbols = self._symbols()
         self.dense: Callable[[list[Any]], Any] | None = None
         self.sliced: dict[Any, list[Variant]] = {}
         self.refused: dict[Any, str] = {}  # why the first trace that failed did
@@ -188,18 +189,21 @@ class Backward:
         from torch._guards import compile_context, tracing
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        with (
-            tracing(self.context),
-            compile_context(cast(Any, self.compile_context)),
-            torch.no_grad(),
-            torch._C._DisableAutocast(),  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
-            _disable_current_modes(),
-        ):
-            with self.fake_mode, enable_python_dispatcher():
-                graph: Any = make_fx(function, decomposition_table=self.decompositions)(*inputs)
-            graph.graph.eliminate_dead_code()
-            graph.recompile()
-            return self.compile(graph, inputs)
+        try:
+            with (
+                tracing(self.context),
+                compile_context(cast(Any, self.compile_context)),
+                torch.no_grad(),
+                torch._C._DisableAutocast(),  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
+                _disable_current_modes(),
+            ):
+                with self.fake_mode, enable_python_dispatcher():
+                    graph: Any = make_fx(function, decomposition_table=self.decompositions)(*inputs)
+                graph.graph.eliminate_dead_code()
+                graph.recompile()
+                return self.compile(graph, inputs)
+        finally:  # a trace may have put a symbol in the place of another
+            self.symbols = self._symbols()
 
     def _on_rows(self, args: list[Any]) -> Any:
         """Run the backward on the kept rows; None if it has to run at full size."""
@@ -222,6 +226,7 @@ class Backward:
             try:
                 variant = Variant(self, args, rows)
                 variants.append(variant)
+                sizes = self.sizes(args)
             except Warning:  # that a filter made an error
                 raise
             except Exception as error:  # a failed trace must not end a training run: the full size works
@@ -236,16 +241,24 @@ class Backward:
             return None
         return variant(args, rows, sizes)
 
+    def _symbols(self) -> list[tuple[str, int, int | None, int]]:
+        """Each symbol's name, and a place of it: an input, its dimension (None: its value), the symbol's factor."""
+        found: list[tuple[str, int, int | None, int]] = []
+        for place, fake in enumerate(self.inputs):
+            for dim, size in enumerate(fake.shape) if isinstance(fake, Tensor) else [(None, fake)]:
+                if isinstance(size, torch.SymInt):
+                    times, rest = cast("tuple[Any, Any]", cast(Any, size).node.expr.as_coeff_Mul())
+                    if rest.is_symbol:
+                        found.append((str(rest), place, dim, int(times)))
+        return found
+
     def sizes(self, args: Sequence[Any]) -> dict[str, int]:
         """The values of the symbolic sizes in this call."""
         found: dict[str, int] = {}
-        for fake, real in zip(self.inputs, args, strict=True):
-            both: Any = (fake.shape, real.shape) if isinstance(fake, Tensor) and real is not None else ([fake], [real])
-            for symbol, value in zip(*both, strict=True):
-                if isinstance(symbol, torch.SymInt):
-                    times, rest = cast("tuple[Any, Any]", cast(Any, symbol).node.expr.as_coeff_Mul())
-                    if rest.is_symbol:
-                        found[str(rest)] = int(value) // int(times)
+        for name, place, dim, times in self.symbols:
+            real = args[place]
+            if name not in found and real is not None:
+                found[name] = int(real if dim is None else real.shape[dim]) // times
         return found
 
 
@@ -266,7 +279,7 @@ class Variant:
             raise RuntimeError("the conditions on sizes do not hold for the sizes that they were made for")
 
     def _trace(self, region: Backward, args: Sequence[Any], rows: RowSet, env: Any) -> None:
-        kept = self.kept = _symbol(env, rows.kept) if rows.kept > 1 else 1
+        kept = _symbol(env, rows.kept) if rows.kept > 1 else 1
         first = next(place for place, a in enumerate(args) if type(a) is RowSlice)
         layouts: dict[int, Layout] = {
             place: _symbolic(a.layout, region.inputs[place]) for place, a in enumerate(args) if type(a) is RowSlice
@@ -307,8 +320,10 @@ class Variant:
 
         self.notes.clear()
         self.call = region.compiled(on_rows, [*inputs, index])
-        if isinstance(kept, torch.SymInt) and cast(Any, kept).node.expr.is_number:
+        symbol = cast(Any, kept).node.expr if isinstance(kept, torch.SymInt) else None
+        if symbol is not None and symbol.is_number:
             raise RuntimeError(f"an op fixes the number of kept rows, at {rows.kept}")
+        self.kept = None if symbol is None else str(symbol)  # its name among the sizes; None: one row
 
     def fits(self, sizes: dict[str, int], kept: int) -> bool:
         """Whether the conditions on sizes that were met at compile time hold in this call."""
@@ -316,7 +331,7 @@ class Variant:
         return all(guard(known) for guard in self.guards)
 
     def _with_kept(self, sizes: dict[str, int], kept: int) -> dict[str, int]:
-        return {**sizes, str(cast(Any, self.kept).node.expr): kept} if isinstance(self.kept, torch.SymInt) else sizes
+        return sizes if self.kept is None else {**sizes, self.kept: kept}
 
     def __call__(self, args: list[Any], rows: RowSet, sizes: dict[str, int]) -> list[Any]:
         """The backward's results on these rows."""
