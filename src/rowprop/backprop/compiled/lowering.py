@@ -160,7 +160,9 @@ class Backward:
         self.fake_mode: Any = detect_fake_mode(self.inputs)
         self.context = TracingContext.try_get()
         self.compile_context = CompileContext.try_get()
-        self.symbols = self._symbols()
+        sizes = [(place, cast(Any, i).node.expr) for place, i in enumerate(self.inputs) if isinstance(i, torch.SymInt)]
+        # Of each symbolic size, the input that is its value: torch passes each that the inputs' shapes are made of.
+        self.symbols = {str(size): place for place, size in sizes if size.is_symbol}
         self.dense: Callable[[list[Any]], Any] | None = None
         self.sliced: dict[Any, list[Variant]] = {}
         self.refused: dict[Any, str] = {}  # why the first trace that failed did
@@ -189,21 +191,18 @@ class Backward:
         from torch._guards import compile_context, tracing
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        try:
-            with (
-                tracing(self.context),
-                compile_context(cast(Any, self.compile_context)),
-                torch.no_grad(),
-                torch._C._DisableAutocast(),  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
-                _disable_current_modes(),
-            ):
-                with self.fake_mode, enable_python_dispatcher():
-                    graph: Any = make_fx(function, decomposition_table=self.decompositions)(*inputs)
-                graph.graph.eliminate_dead_code()
-                graph.recompile()
-                return self.compile(graph, inputs)
-        finally:  # a trace may have put a symbol in the place of another
-            self.symbols = self._symbols()
+        with (
+            tracing(self.context),
+            compile_context(cast(Any, self.compile_context)),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
+            _disable_current_modes(),
+        ):
+            with self.fake_mode, enable_python_dispatcher():
+                graph: Any = make_fx(function, decomposition_table=self.decompositions)(*inputs)
+            graph.graph.eliminate_dead_code()
+            graph.recompile()
+            return self.compile(graph, inputs)
 
     def _on_rows(self, args: list[Any]) -> Any:
         """Run the backward on the kept rows; None if it has to run at full size."""
@@ -226,7 +225,6 @@ class Backward:
             try:
                 variant = Variant(self, args, rows)
                 variants.append(variant)
-                sizes = self.sizes(args)
             except Warning:  # that a filter made an error
                 raise
             except Exception as error:  # a failed trace must not end a training run: the full size works
@@ -241,25 +239,9 @@ class Backward:
             return None
         return variant(args, rows, sizes)
 
-    def _symbols(self) -> list[tuple[str, int, int | None, int]]:
-        """Each symbol's name, and a place of it: an input, its dimension (None: its value), the symbol's factor."""
-        found: list[tuple[str, int, int | None, int]] = []
-        for place, fake in enumerate(self.inputs):
-            for dim, size in enumerate(fake.shape) if isinstance(fake, Tensor) else [(None, fake)]:
-                if isinstance(size, torch.SymInt):
-                    times, rest = cast("tuple[Any, Any]", cast(Any, size).node.expr.as_coeff_Mul())
-                    if rest.is_symbol:
-                        found.append((str(rest), place, dim, int(times)))
-        return found
-
     def sizes(self, args: Sequence[Any]) -> dict[str, int]:
         """The values of the symbolic sizes in this call."""
-        found: dict[str, int] = {}
-        for name, place, dim, times in self.symbols:
-            real = args[place]
-            if name not in found and real is not None:
-                found[name] = int(real if dim is None else real.shape[dim]) // times
-        return found
+        return {name: int(args[place]) for name, place in self.symbols.items()}
 
 
 class Variant:
