@@ -44,12 +44,10 @@ class Value:
 
 def joined(layouts: Iterable[Rows | None]) -> Rows | None:
     """The one layout that all operands share; those without rows fit every layout."""
-    found: Rows | None = None
-    for rows in filter(None, layouts):
-        if found and (rows.axis != found.axis or len({rows.outer, found.outer, None}) > 2):
-            raise Mixes("{} combines a row with another row")
-        found = rows if found is None or found.outer is None else found
-    return found
+    found = {rows for rows in layouts if rows}
+    if len({rows.axis for rows in found}) > 1 or len({rows.outer for rows in found} - {None}) > 1:
+        raise Mixes("{} combines a row with another row")
+    return max(found, key=lambda rows: rows.outer or 0, default=None)
 
 
 def either(a: Value, b: Value) -> Value:
@@ -186,8 +184,12 @@ def _results(op: Op) -> Facts:
             ]
     except Mixes as mixes:
         found = [Value(why=op.spoiled or str(mixes).format(op.name))] * len(op.outs)
-    summed = next((value.summed for value in op.ins if value.summed), None)
-    return [replace(value, summed=value.summed or summed) for value in found]
+    summed, results = next((value.summed for value in op.ins if value.summed), None), list[Value]()
+    for value, shapes in zip(found, op.outs, strict=True):
+        # Of what is spoiled the shapes still tell where rows may lie.
+        rows = value.rows or next((Rows(at) for at, (n, k) in enumerate(zip(*shapes, strict=True)) if n != k), None)
+        results.append(replace(value, rows=rows, summed=value.summed or summed))
+    return results
 
 
 def _same(a: Any, b: Any) -> bool:
