@@ -1,14 +1,14 @@
 """A step of the kept rows beside the plain step, the two-forward way and the limit (F + kB) / (F + B), on one thread.
 
-The plain step of K rows alone shows how much of its share XLA's own backward takes for fewer rows.
+The limit is that of FLOPs. What XLA's own programs take stands beside it: the forward of all rows, and the plain step
+of K rows alone less their forward. Of K rows XLA may take more than their share, and of a forward more than its FLOPs.
 
 ``python benchmarks/bench_step.py --rounds 20`` prints a table in Markdown. Rounds are interleaved, each in an order of
-its own, and figures are medians of CPU seconds, so that other programs on the machine count little. The limit is that
-of FLOPs: a forward by itself is compiled to another program than that of a step, and on a CPU may take longer than a
-whole step.
+its own, and figures are medians of CPU seconds, so that other programs on the machine count little.
 
 XLA asks for new memory in each call, and the system clears it page by page, as long as glibc gives back what is freed.
-``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=10000000000`` before the command keeps it, in every way that is timed.
+``MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=10000000000`` before the command keeps it, in every way
+that is timed; with an arena for each thread, glibc would still give back what is larger than 64 MB.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ NETWORKS = {
     "MLP, N = 512": lambda: mlp(512, width=1024, inputs=512, depth=4),
     "CNN, N = 64": lambda: cnn(64, width=64, side=32),
     "ViT, N = 64": lambda: vit(64, width=192, side=32, depth=4, heads=3),
+    "Wide ViT, N = 256": lambda: vit(256, width=384, side=32, depth=1, heads=6),
     "GPT, N = 32": lambda: gpt(32, width=192, length=64, vocabulary=512, depth=4, heads=3),
     "LSTM, N = 128": lambda: lstm(128, width=256, inputs=128, length=32),
 }
 
 
 def programs(network):
-    """The forward and the plain step; for each keep the sliced step, two forwards and the plain step of K rows."""
+    """The forward and the plain step; for each keep the sliced step, two forwards, and both of K rows alone."""
     losses_fn, params, batch = network()
 
+    def forward(p, b, rows):
+        return losses_fn(p, jax.tree.map(lambda a: a[rows], b))
+
     def of_rows(p, b, rows):
-        return jax.grad(lambda p: losses_fn(p, jax.tree.map(lambda a: a[rows], b)).mean())(p)
+        return jax.grad(lambda p: forward(p, b, rows).mean())(p)
 
     found = {"forward": jax.jit(losses_fn), "plain": jax.jit(jax.grad(lambda p, b: losses_fn(p, b).mean()))}
     for keep in KEEPS:
@@ -58,7 +62,11 @@ def programs(network):
         def recompute(p, b, keep=keep):
             return of_rows(p, b, jax.lax.top_k(losses_fn(p, b), kept(keep, b))[1])
 
+        def forward_alone(p, b, keep=keep):
+            return forward(p, b, slice(kept(keep, b)))
+
         found["recompute", keep], found["alone", keep] = jax.jit(recompute), jax.jit(alone)
+        found["forward", keep] = jax.jit(forward_alone)
     return {name: function.lower(params, batch).compile() for name, function in found.items()}, (params, batch)
 
 
@@ -91,12 +99,12 @@ def main():
     cpu = next(
         (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?"
     )
-    memory = "kept" if os.environ.get("MALLOC_MMAP_MAX_") == "0" else "new in each call"
+    memory = "kept" if os.environ.get("MALLOC_ARENA_MAX") == "1" else "new in each call"
     print(f"One thread of {cpu}, jax {jax.__version__}, float32, memory {memory}, ", end="")
     print(f"medians of {arguments.rounds} interleaved rounds.\n")
     print("| network, keep | FLOPs over F + kB | step over plain | its limit | over the limit ", end="")
-    print("| two forwards over plain | plain step of K rows over plain (share) |")
-    print("|---|---|---|---|---|---|---|")
+    print("| over XLA's own parts | two forwards over plain | plain step of K rows over plain (share) |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, network in NETWORKS.items():
         if arguments.network and not name.startswith(arguments.network):
             continue
@@ -110,9 +118,10 @@ def main():
             limit = limit_flops / flops["plain"]
             sliced, twice, alone = (seconds[way, keep] / seconds["plain"] for way in ("sliced", "recompute", "alone"))
             ratio = flops["sliced", keep] / limit_flops
+            parts = (seconds["forward"] + seconds["alone", keep] - seconds["forward", keep]) / seconds["plain"]
             print(
-                f"| {name}, {keep} | {ratio:.3f} | {sliced:.3f} | {limit:.3f} | {sliced / limit:.3f} | {twice:.3f} "
-                f"| {alone:.3f} ({share:.3f}) |",
+                f"| {name}, {keep} | {ratio:.3f} | {sliced:.3f} | {limit:.3f} | {sliced / limit:.3f} "
+                f"| {sliced / parts:.3f} | {twice:.3f} | {alone:.3f} ({share:.3f}) |",
                 flush=True,
             )
 

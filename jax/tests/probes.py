@@ -201,6 +201,14 @@ PROBES = {
         jax.checkpoint(lambda w, b: jnp.tanh((b[0] @ w) * jnp.arange(len(b[0]))[:, None]).sum(1)),
         "number of a row",
     ),
+    "embedding by the number of the row recomputed": (
+        jax.checkpoint(lambda w, b: (hidden(w, w)[(b[1] + jnp.arange(len(b[1]))) % 4] * b[0]).sum(1)),
+        "number of a row",
+    ),
+    "other operands": (
+        lambda w, b: with_backward(lambda x, g: g * (jnp.sin(x), jnp.cos(x))[len(x) > 5])(hidden(w, b[0])).sum(1),
+        "other operands",
+    ),
     "slots of experts": (lambda w, b: experts(w, b[0]), "sums over|goes back"),
     "another program": (
         lambda w, b: hidden(w, b[0]).sum(1) if len(b[0]) > 5 else jnp.sin(b[0] @ w).sum(1),

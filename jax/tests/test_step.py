@@ -139,6 +139,27 @@ def test_what_is_cheap_is_not_saved_but_computed_again_for_the_kept_rows(name):
     assert "reduce_precision" not in str(forward.program)
 
 
+def scans(program):
+    for eqn in program.eqns:
+        inner = [getattr(held, "jaxpr", held) for held in eqn.params.values()]
+        yield from [eqn] if eqn.primitive.name == "scan" else ()
+        for held in inner:
+            yield from scans(held) if hasattr(held, "eqns") else ()
+
+
+@pytest.mark.parametrize("wrapped", [lambda function: function, jax.jit])
+def test_a_scan_backwards_computes_again_in_the_step_that_needs_it(wrapped):
+    # Of the kept rows only the state is saved for all steps, as h and c of an LSTM. Red with `_lean_scans` left out,
+    # which saves 12 arrays, and where it does not look into jax.jit.
+    losses_fn, params, batch = NETWORKS["lstm"](16)
+    gradient = partial(sliced, wrapped(losses_fn), rows=[3, 9, 11])
+    program = jax.make_jaxpr(lambda params, batch: gradient(params, batch))(params, batch)
+    found = list(scans(program.jaxpr))
+    kept = [var for eqn in found for var in eqn.outvars if var.aval.shape[:2] == (8, 3)]
+    assert len(found) == 3 and len(kept) == 2
+    check(wrapped(losses_fn), params, batch, [3, 9, 11])
+
+
 def test_a_print_in_the_losses_prints_once(capfd):
     # Red without `self.program.effects`: a backward that computes again prints again.
     def losses_fn(params, batch):

@@ -3,27 +3,20 @@
 The walk has looked before that both traces have the same parameters, and looks afterwards that shapes and facts agree.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import reduce
 from math import prod
 from typing import Any
 
-from rowprop_jax.walk import WHOLE, Facts, Mixes, Op, Rows, Value, either, joined, rows_of, rule
+from rowprop_jax.walk import WHOLE, Facts, Mixes, Op, Rows, Shape, Value, either, rows_of, rule
 
 
 def _apart(op: Op, axes: Iterable[int], zero: bool = False) -> Value:
     """The facts after an operation along ``axes``: each row by itself if none of them is the rows'."""
     if op.along(axes):
         raise Mixes("{} works along the axis of the rows")
-    return Value(op.rows, zero)
-
-
-def _without(op: Op, axes: Sequence[int], zero: bool = False) -> Value:
-    """The facts after an operation that takes ``axes`` away."""
-    return _apart(op, axes, zero).moved(lambda at: at - sum(axis < at for axis in axes))
+    return Value(op.lies, zero)
 
 
 def _cut(op: Op, part: Iterable[Any], whole: Any = None) -> list[int]:
@@ -43,17 +36,15 @@ random_wrap random_unwrap random_seed threefry2x32""")(lambda op: Value(op.rows)
 rule("convert_element_type copy")(lambda op: op.ins[0])
 rule("optimization_barrier", careful=True)(lambda op: op.ins)
 # Along some axes.
-rule("squeeze")(lambda op: _without(op, op.params["dimensions"], op.zeros[0]))
 rule("reduce_sum")(
-    lambda op: op.summed(*op.ins) if op.along(op.params["axes"]) else _without(op, op.params["axes"], op.zeros[0])
+    lambda op: op.summed(*op.ins) if op.along(op.params["axes"]) else _apart(op, op.params["axes"], op.zeros[0])
 )
-rule("reduce_max reduce_min")(lambda op: _without(op, op.params["axes"], op.zeros[0]))
-rule("reduce_prod reduce_and reduce_or reduce_xor argmax argmin")(lambda op: _without(op, op.params["axes"]))
-rule("unstack")(lambda op: _without(op, [op.params["axis"]], op.zeros[0]))
-rule("cumsum cumprod cummax cummin split")(lambda op: _apart(op, [op.params["axis"]], op.zeros[0]))
+rule("reduce_max reduce_min")(lambda op: _apart(op, op.params["axes"], op.zeros[0]))
+rule("reduce_prod reduce_and reduce_or reduce_xor argmax argmin")(lambda op: _apart(op, op.params["axes"]))
+rule("cumsum cumprod cummax cummin split unstack")(lambda op: _apart(op, [op.params["axis"]], op.zeros[0]))
 rule("cumlogsumexp top_k")(lambda op: _apart(op, [op.params["axis"]]))
 rule("sort")(lambda op: _apart(op, [op.params["dimension"]]))
-rule("rev")(lambda op: _apart(op, op.params["dimensions"], op.zeros[0]))
+rule("squeeze rev")(lambda op: _apart(op, op.params["dimensions"], op.zeros[0]))
 rule("cholesky lu eigh svd householder_product")(lambda op: _apart(op, range(len(op.shapes[0]))[-2:]))
 rule("triangular_solve")(lambda op: _apart(op, range(len(op.shapes[0]))[-2:], op.zeros[1]))
 rule("fft")(lambda op: _apart(op, range(len(op.shapes[0]))[-len(op.params["fft_lengths"]) :], op.zeros[0]))
@@ -111,7 +102,7 @@ def _reshape(op: Op) -> Value:
 
 
 rule("transpose")(lambda op: op.ins[0].moved(list(op.params["permutation"]).index))
-rule("stack")(lambda op: Value(op.rows, all(op.zeros)).moved(lambda at: at + (op.params["axis"] <= at)))
+rule("stack")(lambda op: Value(op.lies, all(op.zeros)))
 
 
 @rule("concatenate")
@@ -135,84 +126,61 @@ def _iota(op: Op) -> Value:
 
 @rule("dot_general")
 def _dot_general(op: Op) -> Value:
-    contracted, batched = op.params["dimension_numbers"]
-    places, sums, before = list[Rows](), list[Rows](), len(batched[0])
-    for value, shape, sum_axes, batch_axes in zip(op.ins, op.shapes, contracted, batched, strict=True):
-        free = [axis for axis in range(len(shape)) if axis not in (*sum_axes, *batch_axes)]
-        order, lies = [*batch_axes, *[-1] * (before - len(batch_axes)), *free], places
-        before += len(free)
-        if value.rows and value.rows.axis in sum_axes:
-            order, lies = list(sum_axes), sums
-        if value.rows:
-            lies.append(Rows(order.index(value.rows.axis), value.rows.outer))
-    if sums and (places or len(sums) != 2):
-        raise Mixes("{} multiplies a row by another row")
-    return op.summed(*op.ins) if joined(sums) else Value(joined(places), any(op.zeros))
+    contracted, _ = op.params["dimension_numbers"]
+    if any(value.rows and value.rows.axis in axes for value, axes in zip(op.ins, contracted, strict=True)):
+        return op.summed(*op.ins)
+    return Value(op.lies, any(op.zeros))
 
 
 @rule("conv_general_dilated")
 def _convolution(op: Op) -> Value:
-    (image, kernel), numbers = op.ins, op.params["dimension_numbers"]
-    if image.rows and kernel.rows:  # the gradient of a kernel: rows stand where channels do, and are summed over
-        channels = (numbers.lhs_spec[1], numbers.rhs_spec[1]) == (image.rows.axis, kernel.rows.axis)
-        joined([Rows(0, image.rows.outer), Rows(0, kernel.rows.outer)])
-        if channels and op.params["feature_group_count"] == 1:
-            return op.summed(image, kernel)
-    elif image.rows is None and kernel.rows is None:
-        return Value(zero=any(op.zeros))
-    elif image.rows and image.rows.axis == numbers.lhs_spec[0] and op.params["batch_group_count"] == 1:
-        return Value(Rows(numbers.out_spec[0], image.rows.outer), any(op.zeros))
+    numbers, axes = op.params["dimension_numbers"], [value.rows and value.rows.axis for value in op.ins]
+    if axes == [numbers.lhs_spec[1], numbers.rhs_spec[1]] and op.params["feature_group_count"] == 1:
+        return op.summed(*op.ins)  # the gradient of a kernel: rows stand where channels do, and are summed over
+    if axes == [None, None] or (axes == [numbers.lhs_spec[0], None] and op.params["batch_group_count"] == 1):
+        return Value(op.lies, any(op.zeros))
     raise Mixes("{} multiplies a row by another row")
 
 
-def _read(op: Op, dims: Any, taken: Any, batched: Any, index_batched: Any, mapped: Any, ndim: int) -> Rows | None:
-    """Where the rows lie in what a gather reads or a scatter writes: as in the index, or else as in the array.
+def _look(op: Op, moved: Shape) -> None:
+    """Refuse a gather that reads from another row, and a scatter that writes into it; ``moved`` is what goes over.
 
     The index of row i points into row i by a pair of batched axes, or by a column of row numbers.
     """
     (array, index), (shape, index_shape) = op.ins[:2], op.shapes[:2]
-    places = [axis for axis in range(ndim) if axis not in dims]  # of the index's axes
-    windows = [axis for axis in range(len(shape)) if axis not in taken and axis not in batched]
-    if array.number is not None:
-        raise Mixes("{} computes with the number of a row")
-    if index.rows and index.rows.axis < len(places):
-        own, found = array.rows is None and index.number is None, Rows(places[index.rows.axis], index.rows.outer)
-        if array.rows:
-            joined([Rows(0, array.rows.outer), Rows(0, index.rows.outer)])
-            plain = shape[array.rows.axis] == index_shape[index.rows.axis] == op.sizes[0]
-            own = plain and index.number == 0 and mapped[0] == array.rows.axis
-            if array.rows.axis in batched:
-                own = index.number is None and index_batched[list(batched).index(array.rows.axis)] == index.rows.axis
-        if own:
-            return found
-    elif array.rows and index.rows is None and array.rows.axis in windows and array.rows.axis not in mapped:
-        return Rows(dims[windows.index(array.rows.axis)], array.rows.outer)
-    elif array.rows is None and index.rows is None:
-        return None
-    raise Mixes("{} reads from another row, or writes into it")
+    window_axes, collapsed, mapped, batched, index_batched = op.params["dimension_numbers"]
+    if array.rows is None:
+        own = index.number is None and (index.rows is None or index.rows.axis < len(index_shape) - 1)
+    elif index.rows is None:  # the same places of each row, in windows over all rows
+        windows, axis = [at for at in range(len(shape)) if at not in (*collapsed, *batched)], array.rows.axis
+        own = axis in windows and axis not in mapped and moved[window_axes[windows.index(axis)]] == shape[axis]
+    elif array.rows.axis in batched:
+        own = index.number is None and index_batched[batched.index(array.rows.axis)] == index.rows.axis
+    else:
+        plain = shape[array.rows.axis] == index_shape[index.rows.axis] == op.sizes[0]
+        own = plain and index.number == 0 and mapped[0] == array.rows.axis and array.rows.axis in collapsed
+    if not own or array.number is not None:
+        raise Mixes("{} reads from another row, or writes into it")
 
 
 @rule("gather", careful=True)
 def _gather(op: Op) -> Value:
-    by = op.params["dimension_numbers"]
-    axes = by.offset_dims, by.collapsed_slice_dims, by.operand_batching_dims, by.start_indices_batching_dims
-    return Value(_read(op, *axes, by.start_index_map, len(op.outs[0][0])), op.zeros[0], why=op.spoiled)
+    _look(op, op.outs[0][0])
+    return Value(op.lies, op.zeros[0], why=op.spoiled)
 
 
 @rule("scatter-add scatter scatter-mul scatter-min scatter-max", careful=True)
 def _scatter(op: Op) -> Value:
-    (array, _, updates), by = op.ins, op.params["dimension_numbers"]
-    axes = by.update_window_dims, by.inserted_window_dims, by.operand_batching_dims, by.scatter_indices_batching_dims
-    rows = _read(op, *axes, by.scatter_dims_to_operand_dims, len(op.shapes[2]))
-    if updates.number is not None or (rows is None) != (updates.rows is None):
+    array, index, updates = op.ins
+    _look(op, op.shapes[2])
+    if updates.number is not None or (updates.rows is None) != (array.rows is None and index.rows is None):
         raise Mixes("{} writes into another row")
-    both = joined([rows, updates.rows])
-    if both and array.rows is None:
+    if updates.rows and array.rows is None:
         if op.eqn.primitive.name != "scatter-add":
             raise Mixes("{} writes several rows into one place")
-        return replace(op.summed(updates), why=op.spoiled)  # the gradient of an embedding
-    into = both and array.rows and joined([array.rows, Rows(array.rows.axis, both.outer)])
-    return Value(into, array.zero and updates.zero, why=op.spoiled)
+        total = op.summed(updates)  # the gradient of an embedding
+        return replace(total, why=total.why or op.spoiled)
+    return Value(op.lies, array.zero and updates.zero, why=op.spoiled)
 
 
 @rule("random_bits random_fold_in random_split random_clone")

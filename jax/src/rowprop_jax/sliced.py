@@ -1,13 +1,11 @@
 """A backward of K rows from a forward of N: rows of what the forward saved go into JAX's own backward for K rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rowprop_jax import rules as _rules  # noqa: F401  # pyright: ignore  # they enter themselves
 from rowprop_jax.walk import WHOLE, Mixes, Rows, Value, rows_of, walk
@@ -83,20 +81,30 @@ def _cheap(name: str, params: dict[str, Any]) -> bool:
     return name in CHEAP or bool(inner and all(_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns))
 
 
-def _unrounded(program: Any) -> Any:
+def _unrounded(program: ClosedJaxpr) -> ClosedJaxpr:
     """The program without jax.checkpoint's roundings of what it saves to float32: each would be a pass of its own."""
-    same, eqns = dict[Any, Any](), list[Any]()
-
-    def read(atoms: Any) -> list[Any]:
-        return [atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in atoms]
-
+    rounding, eqns = {"exponent_bits": 8, "mantissa_bits": 23}, list[Any]()
     for eqn in program.jaxpr.eqns:
-        operands, known = read(eqn.invars), eqn.primitive.name == "reduce_precision"
-        if known and (eqn.invars[0].aval.dtype, *eqn.params.values()) == ("float32", 8, 23):
-            same[eqn.outvars[0]] = operands[0]
-        else:
-            eqns.append(eqn.replace(invars=operands))
-    return program.replace(jaxpr=program.jaxpr.replace(eqns=eqns, outvars=read(program.jaxpr.outvars)))
+        none = eqn.params == rounding and eqn.invars[0].aval.dtype == "float32"
+        eqns.append(eqn.replace(primitive=jax.lax.copy_p, params={}) if none else eqn)  # which compiles to nothing
+    return program.replace(jaxpr=program.jaxpr.replace(eqns=eqns))
+
+
+def _lean_scans(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with each step of a scan under jax.checkpoint, so that a step backwards computes again what it needs.
+
+    A scan before it would compute that for all steps, and save it.
+    """
+    eqns = list[Any]()
+    for eqn in program.jaxpr.eqns:
+        params = dict(eqn.params)
+        if eqn.primitive.name in ("jit", "scan"):
+            params["jaxpr"] = _lean_scans(params["jaxpr"])
+        if eqn.primitive.name == "scan":
+            step = jax.checkpoint(jaxpr_as_fun(params["jaxpr"]), prevent_cse=False)
+            params["jaxpr"] = jax.make_jaxpr(step)(*params["jaxpr"].in_avals)
+        eqns.append(eqn.replace(params=params))
+    return program.replace(jaxpr=program.jaxpr.replace(eqns=eqns))
 
 
 class _Forward:
@@ -106,26 +114,30 @@ class _Forward:
     """
 
     def __init__(self, losses_fn: Any, params: Tree, batch: Tree, args: Any, has_aux: bool, lean: bool) -> None:
-        def forward(params: Tree, batch: Tree, args: Any) -> Any:
-            def function(params: Tree) -> Any:
-                return losses_fn(params, batch, *args)
+        def lean_fn(*inputs: Any) -> Any:
+            program, shapes = jax.make_jaxpr(losses_fn, return_shape=True)(*inputs)
+            if program.effects or "remat2[" in str(program):
+                raise UnsupportedOperation("Prints print once, and the caller's jax.checkpoint says what is saved.")
+            results = jaxpr_as_fun(_lean_scans(program))(*jax.tree.leaves(inputs))
+            return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-            saved = jax.checkpoint(
-                function, prevent_cse=False, policy=lambda op, *_, **params: not _cheap(op.name, params)
-            )
-            found = jax.vjp(saved if lean else function, params, has_aux=has_aux)
+        def costs(op: Any, *_: Any, **params: Any) -> bool:
+            return not _cheap(op.name, params)
+
+        def forward(params: Tree, *others: Any) -> Any:
+            function = jax.checkpoint(lean_fn, prevent_cse=False, policy=costs) if lean else losses_fn
+            found = jax.vjp(lambda params: function(params, *others), params, has_aux=has_aux)
             return found if has_aux else (*found, None)
 
         self.twin = lambda small: _Forward(losses_fn, params, small, args, has_aux, lean)
         self.batch, self.lean, self.num_params = batch, lean, len(jax.tree.leaves(params))
-        program, self.shapes = jax.make_jaxpr(forward, return_shape=True)(params, batch, args)
+        program, self.shapes = jax.make_jaxpr(forward, return_shape=True)(params, batch, *args)
         self.program = _unrounded(program)
         shape, num_rows = jnp.shape(self.shapes[0]), len(jax.tree.leaves(batch)[0])
         if shape[:1] != (num_rows,):
             said = f"but one loss for each of the batch's {num_rows} rows was needed; take no mean over rows"
             raise InvalidInput(f"losses_fn returned the shape {shape} {said}.")
-        if lean and (self.program.effects or "remat2[" in str(self.program)):
-            raise UnsupportedOperation("Prints print once, and the caller's own jax.checkpoint says what is saved.")
+        self.backward = jax.make_jaxpr(lambda vjp, losses: vjp(losses)[0])(self.shapes[1], self.shapes[0])
 
     def prove(self, num_kept: int) -> tuple[Any, list[Value]]:
         """The backward of K rows, and where the rows of each saved array lie, once its gradient is the right one.
@@ -135,44 +147,33 @@ class _Forward:
         saved array to slice, and any axis that the proof accepts is a right one.
         """
         batch = jax.tree.leaves(self.batch)
-        num_rows, has_rows = len(batch[0]), range(self.num_params, self.num_params + len(batch))
-        sizes = num_rows, num_kept
+        sizes = num_rows, _ = len(batch[0]), num_kept
         small = jax.eval_shape(lambda batch: jax.tree.map(lambda leaf: leaf[:num_kept], batch), self.batch)
         try:
             twin = self.twin(small)
         except (TypeError, ValueError) as error:
             said = f"losses_fn takes {num_rows} rows and not {num_kept} ({str(error).splitlines()[0]})"
             raise UnsupportedOperation(f"{said}; an array with a row for each loss belongs into batch.") from error
-        backward, of_twin = (
-            jax.make_jaxpr(lambda vjp, losses: vjp(losses)[0])(each.shapes[1], each.shapes[0]) for each in (self, twin)
-        )
         saved, saved_k = jax.tree.leaves(self.shapes[1]), jax.tree.leaves(twin.shapes[1])
-        ins = [Value(Rows(0) if at in has_rows else None) for at in range(len(self.program.jaxpr.invars))]
-        facts = list[Value]()
-        try:
-            told = walk(self.program, twin.program, ins, sizes)[1 : len(saved) + 1]
-        except Mixes as mixes:  # two programs, whose backwards may be one all the same
-            told = [Value(why=str(mixes))] * len(saved)
+        ins = [*[Value()] * self.num_params, *[Value(Rows(0))] * len(batch)]
+        ins += [Value()] * (len(self.program.jaxpr.invars) - len(ins))
+        told, facts = walk(self.program, twin.program, ins, sizes)[1 : len(saved) + 1], list[Value]()
         try:
             if [(leaf.dtype, leaf.ndim) for leaf in saved] != [(leaf.dtype, leaf.ndim) for leaf in saved_k]:
-                raise Mixes(next(filter(None, (value.why for value in told)), "the forward saves other arrays"))
+                raise Mixes("the forward saves other arrays")
             for leaf, leaf_k, value in zip(saved, saved_k, told, strict=True):
-                try:
-                    rows = rows_of(leaf.shape, leaf_k.shape, sizes)
-                except Mixes as mixes:
-                    raise Mixes(value.why or str(mixes).format("an array that the forward saves")) from None
+                rows = rows_of(leaf.shape, leaf_k.shape, sizes)
                 found = rows and value.rows and rows.axis == value.rows.axis and value.rows.outer
                 facts.append(Value(value.rows if found else rows, number=None if value.why else value.number))
-            grads = walk(backward, of_twin, [*facts, Value(Rows(0), zero=True)], sizes)
-            why = next(filter(None, (value.why for value in grads)), None)
+            told = walk(self.backward, twin.backward, [*facts, Value(Rows(0), zero=True)], sizes)
+            why = None
         except Mixes as mixes:
-            why = str(mixes)
+            why = str(mixes).format("an array that the forward saves")
+        why = next((value.why for value in told if value.why), why)
         if why:
-            said = (
-                f"Rows mix in the backward, or nothing shows that they do not: {why}. Use jax.grad on losses[rows]; a"
-            )
-            raise UnsupportedOperation(f"{said} second forward on batch[rows] costs less, and has another gradient.")
-        return of_twin, facts
+            said = f"Rows mix in the backward, or nothing shows that they do not: {why}. Use jax.grad on losses[rows];"
+            raise UnsupportedOperation(f"{said} a second forward on batch[rows] costs less, and has another gradient.")
+        return twin.backward, facts
 
 
 def _take(leaf: Any, value: Value, rows: Any, num_rows: int) -> Any:

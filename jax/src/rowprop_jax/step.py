@@ -1,7 +1,5 @@
 """The step: choose rows by the losses of all, and take their gradient; and the check of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -85,15 +83,11 @@ def verify(losses_fn: Callable[..., Any], params: Tree, batch: Tree, rows: Any, 
     Arguments are those of :func:`vjp`. Draw the parameters at random: at zeros any two gradients agree.
     """
     rows = jnp.asarray(rows)
-
-    def sliced(params: Tree) -> Tree:
-        losses, pullback = vjp(losses_fn, params, batch, *args)
-        return pullback(rows, jnp.full(len(rows), 1 / len(rows), losses.dtype))
-
+    weights = jnp.full(len(rows), 1 / len(rows))
     wanted = jax.jit(jax.grad(lambda params: losses_fn(params, batch, *args)[rows].mean()))(params)
     tolerance = max(TOLERANCES.get(str(leaf.dtype), 0) for leaf in jax.tree.leaves(wanted))
     try:
-        found = jax.jit(sliced)(params)
+        found = jax.jit(lambda params: vjp(losses_fn, params, batch, *args)[1](rows, weights))(params)
     except UnsupportedOperation as refused:
         return Verification("refused", math.nan, tolerance, str(refused))
     pairs = [(a.astype(float), b.astype(float)) for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)]

@@ -1,12 +1,10 @@
 """The proof: two traces of one program, of N rows and of K, are walked side by side with the rules of primitives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -18,8 +16,6 @@ WHOLE = -1  # as Value.number: each element is its row's number
 
 class Mixes(Exception):
     """A rule cannot show that rows stay apart; the message says where and why, ``{}`` being the operation."""
-
-    back = False  # a sum over rows goes back into rows: this tells more than what was found on its way
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Value:
     summed: str | None = None  # an operation that summed over rows on the way here
     why: str | None = None  # what spoils the facts, in words
 
-    def moved(self, to: Callable[[int], int]) -> Value:
+    def moved(self, to: Callable[[int], int]) -> Self:
         """The same facts with the rows, if any, at another axis."""
         number = self.number if self.number == WHOLE else None
         return replace(self, rows=Rows(to(self.rows.axis), self.rows.outer), number=number) if self.rows else self
@@ -48,12 +44,10 @@ class Value:
 
 def joined(layouts: Iterable[Rows | None]) -> Rows | None:
     """The one layout that all operands share; those without rows fit every layout."""
-    found: Rows | None = None
-    for rows in filter(None, layouts):
-        if found and (rows.axis != found.axis or len({rows.outer, found.outer, None}) > 2):
-            raise Mixes("{} combines a row with another row")
-        found = rows if found is None or found.outer is None else found
-    return found
+    found = {rows for rows in layouts if rows}
+    if len({rows.axis for rows in found}) > 1 or len({rows.outer for rows in found} - {None}) > 1:
+        raise Mixes("{} combines a row with another row")
+    return max(found, key=lambda rows: rows.outer or 0, default=None)
 
 
 def either(a: Value, b: Value) -> Value:
@@ -92,8 +86,8 @@ def rule(names: str, *, careful: bool = False) -> Callable[[Rule], Rule]:
 class Op:
     """One equation of the backward of N rows, beside its twin of K."""
 
-    def __init__(self, eqn: Any, twin: Any, ins: Facts, sizes: tuple[int, int], caller: str) -> None:
-        self.eqn, self.twin, self.ins, self.sizes = eqn, twin, ins, sizes
+    def __init__(self, eqn: Any, twin: Any, ins: Facts, sizes: tuple[int, int], place: str, name: str) -> None:
+        self.eqn, self.twin, self.ins, self.sizes, self.place, self.name = eqn, twin, ins, sizes, place, name
         self.params: dict[str, Any] = eqn.params
         self.shapes: list[Shape] = [var.aval.shape for var in eqn.invars]  # of operands, with N rows
         self.outs: list[tuple[Shape, Shape]] = [  # of results, with N rows and with K
@@ -101,16 +95,24 @@ class Op:
         ]
         self.zeros = [value.zero for value in ins]
         self.spoiled = next((value.why for value in ins if value.why), None)
-        # The line of the user's program; the caller's where a library's function has none of its own.
-        self.place = summarize(eqn.source_info).removeprefix(f"{Path.cwd()}/") or caller
-        self.name = f"`{eqn.primitive.name}` at {self.place}"
         counts = any(value.number is not None for value in ins)
-        self.counts = f"{self.name} computes with the number of a row" if counts else None
+        self.counts = f"{name} computes with the number of a row" if counts else None
 
     @property
     def rows(self) -> Rows | None:
         """The layout that all operands share."""
         return joined(value.rows for value in self.ins)
+
+    @property
+    def split(self) -> Rows | None:
+        """The same wherever the rows of each operand lie: do they split a merged axis alike?"""
+        return joined(replace(value.rows, axis=0) for value in self.ins if value.rows)
+
+    @property
+    def lies(self) -> Rows | None:
+        """Where the rows of the operands lie in the result, at the axis that its shapes tell."""
+        rows, split = rows_of(*self.outs[0], self.sizes), self.split
+        return replace(split, axis=rows.axis) if rows and split else None
 
     def along(self, axes: Iterable[int]) -> bool:
         """Whether one of these axes is the rows'."""
@@ -118,13 +120,12 @@ class Op:
 
     def summed(self, *values: Value) -> Value:
         """The sum over rows of a product of these: the same in both backwards if other rows add zeros."""
-        if any(value.zero for value in values):
+        if self.split and any(value.zero for value in values):
             return Value(summed=self.name)
-        mixes = Mixes("{} sums over all rows, of which those that are not kept are not zero")
-        for first in filter(None, (value.summed for value in values)):
-            mixes = Mixes(f"{first} sums over rows, and its result goes back into all of them, as far as {{}}")
-            mixes.back = True
-        raise mixes
+        for first in (value.summed for value in values if value.summed):  # tells more than what spoiled it on its way
+            why = f"{first} sums over rows, and its result goes back into all of them, as far as {self.name}"
+            return Value(why=why)
+        raise Mixes("{} sums over all rows, of which those that are not kept are not zero")
 
     def walk(self, key: str, ins: Facts, branch: int | None = None) -> Facts:
         """Facts of the results of a program that a parameter holds, and its twin's."""
@@ -145,15 +146,17 @@ def walk(program: Any, twin: Any, ins: Sequence[Value], sizes: tuple[int, int], 
             why = None if _same(n.val, k.val) else f"a number in {user} depends on the batch size"
             return Value(zero=bool(np.all(n.val == 0)), why=why)
         if isinstance(n, Literal) or twins[n] is not k:
-            raise Mixes(f"losses_fn has other operands in {user} with {sizes[0]} rows than with {sizes[1]}")
+            return Value(why=f"losses_fn has other operands in {user} with {sizes[0]} rows than with {sizes[1]}")
         return facts[n]
 
     for n, k in zip_longest(jaxpr.eqns, other.eqns):
-        name = Op(n or k, n or k, [], sizes, caller).name
-        kinds = {(eqn.primitive.name, len(eqn.invars), len(eqn.outvars)) for eqn in (n, k) if eqn}
-        if not n or not k or len(kinds) > 1:
-            raise Mixes(f"losses_fn is another program with {sizes[0]} rows than with {sizes[1]}, from {name} on")
-        op = Op(n, k, [read(*pair, name) for pair in zip(n.invars, k.invars, strict=True)], sizes, caller)
+        # The line of the user's program; the caller's where a library's function has none of its own.
+        place = summarize((n or k).source_info).removeprefix(f"{Path.cwd()}/") or caller
+        name = f"`{(n or k).primitive.name}` at {place}"
+        if len({eqn and (eqn.primitive.name, len(eqn.invars), len(eqn.outvars)) for eqn in (n, k)}) > 1:
+            why = f"losses_fn is another program with {sizes[0]} rows than with {sizes[1]}, from {name} on"
+            return [Value(why=why)] * len(jaxpr.outvars)
+        op = Op(n, k, [read(*pair, name) for pair in zip(n.invars, k.invars, strict=True)], sizes, place, name)
         facts.update(zip(n.outvars, _results(op), strict=True))
         twins.update(zip(n.outvars, k.outvars, strict=True))
     return [read(n, k, caller) for n, k in zip(jaxpr.outvars, other.outvars, strict=True)]
@@ -161,35 +164,32 @@ def walk(program: Any, twin: Any, ins: Sequence[Value], sizes: tuple[int, int], 
 
 def _results(op: Op) -> Facts:
     """What the rule says of the results, checked against their shapes of N and of K rows."""
-    spoiled, careful = op.spoiled, op.eqn.primitive.name in CAREFUL
+    known = RULES.get(op.eqn.primitive.name)
     try:
-        found = _by_rule(op)
-    except Mixes as mixes:
-        found, careful = [Value()] * len(op.outs), False
-        spoiled = str(mixes).format(op.name) if mixes.back or not spoiled else spoiled
-    summed, results = next((value.summed for value in op.ins if value.summed), None), list[Value]()
-    for value, shapes in zip(found, op.outs, strict=True):
-        why, rows = value.why if careful else spoiled or (op.counts if value.number is None else None), None
-        try:
-            rows = rows_of(*shapes, op.sizes)
+        for key, value in op.params.items():
+            if not _alike(value, op.twin.params[key], op.sizes if key in SIZES else None, known is not None):
+                raise Mixes(f"{{}} has another `{key}` with {op.sizes[0]} rows than with {op.sizes[1]}")
+        if known is None and (any(value.rows for value in op.ins) or any(n != k for n, k in op.outs)):
+            raise Mixes("{} has no rule that says whether it mixes rows")
+        found = known(op) if known else Value()
+        found = found if isinstance(found, list) else [found] * len(op.outs)
+        for value, shapes in zip(found, op.outs, strict=True):
+            rows = value.rows if value.why else rows_of(*shapes, op.sizes)
             if (rows and rows.axis) != (value.rows and value.rows.axis):
                 raise Mixes("{} combines a row with another row")
-            rows = value.rows
-        except Mixes as mixes:
-            why = why or str(mixes).format(op.name)
-        results.append(replace(value, rows=rows, why=why, summed=value.summed or summed))
+        if op.eqn.primitive.name not in CAREFUL:
+            counts = [op.counts if value.number is None else None for value in found]
+            found = [
+                replace(value, why=value.why or op.spoiled or why) for value, why in zip(found, counts, strict=True)
+            ]
+    except Mixes as mixes:
+        found = [Value(why=op.spoiled or str(mixes).format(op.name))] * len(op.outs)
+    summed, results = next((value.summed for value in op.ins if value.summed), None), list[Value]()
+    for value, shapes in zip(found, op.outs, strict=True):
+        # Of what is spoiled the shapes still tell where rows may lie.
+        rows = value.rows or next((Rows(at) for at, (n, k) in enumerate(zip(*shapes, strict=True)) if n != k), None)
+        results.append(replace(value, rows=rows, summed=value.summed or summed))
     return results
-
-
-def _by_rule(op: Op) -> Facts:
-    known = RULES.get(op.eqn.primitive.name)
-    for key, value in op.params.items():
-        if not _alike(value, op.twin.params[key], op.sizes if key in SIZES else None, known is not None):
-            raise Mixes(f"{{}} has another `{key}` with {op.sizes[0]} rows than with {op.sizes[1]}")
-    if known is None and (any(value.rows for value in op.ins) or any(n != k for n, k in op.outs)):
-        raise Mixes("{} has no rule that says whether it mixes rows")
-    found = known(op) if known else Value()
-    return found if isinstance(found, list) else [found] * len(op.outs)
 
 
 def _same(a: Any, b: Any) -> bool:
