@@ -65,19 +65,3 @@ def test_an_undefined_gradient_stays_undefined():
 
     gates, cells, bias = RULES[CELL].run(Kernel(), g, None, *plain(1, 1, 1), True)
     assert type(gates) is type(cells) is RowSlice and type(bias) is Tensor
-
-
-@pytest.mark.parametrize(("dims", "full"), [((1, 2), [3, 5, 5, N]), ((2, 1), [3, 5, 5, N]), ((-1, 0), [5, 3, N, 5])])
-def test_a_diagonal_moves_the_rows(dims: tuple[int, int], full: list[int]):
-    # Red when: the two dimensions are inserted in the order in which they are named.
-    g = RowSlice(torch.randn(3, K, 5), ROWS, Layout(1, N), (3, N, 5))
-    for op, *args in ((aten.diag_embed.default, 0, *dims), (aten.diagonal_backward.default, full, 0, *dims)):
-        torch.testing.assert_close(RULES[op].run(op, g, *args).dense(), op(g.dense(), *args))
-
-
-def test_an_addend_that_counts_nothing_is_not_read():
-    # Red when: an addend of all rows is added to the product of the kept ones.
-    g, addend, other = sliced(0), torch.randn(N, 3), torch.randn(N, 3)
-    op = aten.addmm.default
-    found = RULES[op].run(op, addend, g, other, beta=0)
-    torch.testing.assert_close(found.dense(), g.dense() @ other)
