@@ -570,7 +570,6 @@ direct("""
     aten.sub(g, torch.ones(N, 3), alpha=3); aten.add(g, aten.mul(g, 3), alpha=2); aten.sub(g, aten.mul(g, 3))
     aten.add(aten.zero(g), g, alpha=2); aten.sub(aten.zero(g), g); aten.sub(g, aten.zero(g), alpha=2)
     aten.add(aten.zero(g), g)
-    aten.index_put(g, [None, torch.tensor([0, 2])], torch.ones(2))
 (3, 4, 5) aten.clone(g, memory_format=torch.channels_last)
 """)
 # The same rows, but in another dimension, or merged with another size in front or behind.

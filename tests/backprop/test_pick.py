@@ -230,19 +230,6 @@ def test_anywhere_in_the_graph(place: str):
     assert all(reason in report.densified[op].reason for op, reason in dense.items())
 
 
-def test_gradients_add_up_and_a_graph_may_be_used_again():
-    x, w, v = net()
-
-    def step(take: Take) -> list[Tensor | None]:
-        w.grad, v.grad = torch.ones_like(w), torch.ones_like(v)
-        loss = take(chain(x, w, v), ROWS).mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [w.grad, v.grad]
-
-    as_indexed(step)
-
-
 def test_a_backward_of_the_backward_is_refused():
     # Red when: the backward does not ask whether it is recorded.
     losses = chain(*net())

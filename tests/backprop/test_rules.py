@@ -117,10 +117,10 @@ def test_the_deterministic_mode_refuses_nothing_that_plain_indexing_may_do(as_ac
 @pytest.mark.parametrize("index", [[1, 4], [5, 0], [2, 2], [4, 0, 2]], ids=str)
 @pytest.mark.parametrize("name", DIRECT)
 # Red when: products of two gradients ignore repeats; the sum of a row that repeats stands in each of its places, or its
-# place is taken without the parts around the rows; an op that maps zero to a number counts as local; what is written at
-# an index counts as zeros without a look; the dimensions of a diagonal are inserted in the order in which they are
-# named; an addend of all rows that counts nothing is added; the rows of a grouped product, which are sorted for it, are
-# sorted once more in the place of going back; a copy in channels-last order claims ordinary strides.
+# place is taken without the parts around the rows; an op that maps zero to a number counts as local; the dimensions of
+# a diagonal are inserted in the order in which they are named; an addend of all rows that counts nothing is added; the
+# rows of a grouped product, which are sorted for it, are sorted once more in the place of going back; a copy in
+# channels-last order claims ordinary strides.
 def test_ops_called_directly(name: str, index: list[int]):
     actual, expected = call_direct(name, index)
     torch.testing.assert_close(actual, expected, equal_nan=True)
@@ -241,6 +241,14 @@ def test_a_full_branch_beside_a_gradient_is_not_read(as_accelerator: None):
     with rowprop.watch() as report, torch._C.DisableTorchFunctionSubclass():
         aten.where(torch.ones(N, 3).bool(), torch.zeros(N, 3), sliced(aux(2, 3), [1, 4]))
     assert not report.waited and report.densified["where.self"].reason == "the other branch may not be zero"
+
+
+def test_a_value_that_is_not_zero_is_written_to_all_rows(as_host: None):
+    # Red when: what is written at an index counts as zeros without a look.
+    put, g = (torch.tensor([0, 2]), torch.ones(2)), sliced(aux(2, 3), [1, 4])
+    expected = aten.index_put(torch.zeros(N, 3).index_add(0, TWO, aux(2, 3)), [None, put[0]], put[1])
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.testing.assert_close(aten.index_put(g, [None, put[0]], put[1]), expected)
 
 
 def of_bags(table: Tensor, mode: str, **options: bool) -> Callable[[Take], tuple[Tensor, ...]]:
