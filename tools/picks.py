@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
+from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
 
@@ -113,6 +115,20 @@ def saving(
 def passing(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
     """A custom function that passes a tensor on, and changes its gradient."""
     return saving(lambda x: x.view_as(x), change, save=lambda x: ()).apply
+
+
+class Calls(TorchDispatchMode):
+    """Tells of each op that runs inside: its name and its arguments, by place and by name."""
+
+    def __init__(self, tell: Callable[[str, Any, dict[str, Any]], object]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if RowGrad in types:
+            return NotImplemented  # its rule makes the calls
+        self.tell(func._schema.name.removeprefix("aten::"), args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 class Applied(nn.Module):

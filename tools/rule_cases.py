@@ -556,6 +556,11 @@ direct("""
 () aten._ctc_loss_backward.Tensor(g, scores, words, steps, labels, *alignments, 0)
 (3,) aten.diag_embed(g, 1, 0, 2); aten.diag_embed(aten.t(g)); aten.diagonal(g)
 (3, 4, 3) aten.diagonal(g, 1, 1, 3)
+(3, 5) aten.diag_embed(aten.transpose(g, 0, 1), 0, 1, 2); aten.diag_embed(aten.transpose(g, 0, 1), 0, 2, 1)
+    aten.diag_embed(aten.transpose(g, 0, 1), 0, -1, 0)
+    aten.diagonal_backward(aten.transpose(g, 0, 1), [3, 5, 5, N], 0, 1, 2)
+    aten.diagonal_backward(aten.transpose(g, 0, 1), [3, 5, 5, N], 0, 2, 1)
+    aten.diagonal_backward(aten.transpose(g, 0, 1), [5, 3, N, 5], 0, -1, 0)
 (3,) aten.index(g, [None, torch.tensor([True, False, True])]); aten.index(g, [torch.tensor([2, -2, 1])])
     aten.masked_fill(g, torch.ones(3, dtype=torch.bool), 2.0); aten.masked_fill.Tensor(g, hidden, torch.zeros(()))
     aten.where(torch.ones(N, 3, dtype=torch.bool), torch.ones(()), g)
@@ -565,6 +570,7 @@ direct("""
     aten.sub(g, torch.ones(N, 3), alpha=3); aten.add(g, aten.mul(g, 3), alpha=2); aten.sub(g, aten.mul(g, 3))
     aten.add(aten.zero(g), g, alpha=2); aten.sub(aten.zero(g), g); aten.sub(g, aten.zero(g), alpha=2)
     aten.add(aten.zero(g), g)
+(3, 4, 5) aten.clone(g, memory_format=torch.channels_last)
 """)
 # The same rows, but in another dimension, or merged with another size in front or behind.
 direct("""
@@ -577,6 +583,7 @@ direct("""
 direct("""
 (3,) aten.addmm(torch.ones(N, 3), g, torch.eye(3)); aten.addmm(g, g, torch.eye(3), beta=2)
     aten.addmm(aten.sum.dim_IntList(g, [1]), g, aux(3, N)); aten.addmm(torch.ones(3), g, aux(3, 3), beta=0)
+    aten.addmm(aux(N, 3), g, aux(3, 3), beta=0)
     aten.addmm(torch.ones(3, 3), aten.t(g), torch.ones(N, 3))
 (N,) aten.addmm(aten.t(g), g, aux(N, N))
 (3, 3) aten.baddbmm(g, g, aux(N, 3, 3)); aten.baddbmm(torch.ones(N, 3, 3), g, aux(N, 3, 3))
@@ -643,9 +650,12 @@ if hasattr(aten, "_grouped_mm"):
 def call_direct(name: str, index: list[int]) -> tuple[object, object]:
     """The op on a sliced gradient and on the same gradient dense."""
     trailing, op = DIRECT[name]
-    values = (aux(2, *trailing) % 1) * 0.9
+    values = (aux(len(index), *trailing) % 1) * 0.9
     dense = torch.zeros(N, *trailing).index_add(0, torch.tensor(index), values)
     g = sliced(values, index, unique=len(set(index)) == len(index))
     with torch._C.DisableTorchFunctionSubclass():
         out = op(g)
-    return out.plain() if type(out) is RowGrad else out, op(dense)
+        if type(out) is RowGrad:
+            claimed, out = out.stride(), out.plain()  # autograd chooses kernels by the strides
+            assert claimed == out.stride(), f"strides {claimed} are claimed"
+    return out, op(dense)

@@ -25,9 +25,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def cut_attention(kept: Tensor, attention: Attention = attend) -> Attention:
-    """The meaning of ``attention="cut"`` in dense code: keys and values of other tokens take no gradient."""
-    here = kept[:, None, :, None]
+def cut_attention(kept: Tensor, attention: Attention = attend, heads: int = 1) -> Attention:
+    """The meaning of ``attention="cut"`` in dense code: keys and values of other tokens take no gradient.
+
+    ``heads`` is the dimension of the heads.
+    """
+    here = kept.unsqueeze(-1).unsqueeze(heads)
     return lambda q, k, v: attention(q, torch.where(here, k, k.detach()), torch.where(here, v, v.detach()))
 
 

@@ -34,10 +34,7 @@ from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
 from token_models import IDS, LABELS, LOSSES, Attention, Decoder, Step, assert_as_dense, attend, gradients_of
 
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def scaled(**options: Any) -> Any:
@@ -445,8 +442,13 @@ def dressed(dress: Dress = lambda model: None, context: Callable[[], Any] = null
     return step
 
 
+def around(call: Attention) -> Dress:
+    """This is called in each block's place."""
+    return lambda model: setattr(model, "through", call)
+
+
 def by_layer(**options: Any) -> Dress:
-    return lambda model: setattr(model, "through", lambda *given: checkpoint(*given, **options))
+    return around(lambda *given: checkpoint(*given, **options))
 
 
 def adapted(model: Decoder) -> None:
@@ -477,38 +479,33 @@ def only(*trained: str) -> Dress:
     return dress
 
 
-def blocks_tied(model: Decoder) -> None:
-    model.blocks[1] = model.blocks[0]
-
-
-def each_layer(change: Callable[[nn.Module], object]) -> Dress:
-    """Something done to the first layer of each block's MLP."""
-
+def each_block(change: Callable[[Any], object]) -> Dress:
     def dress(model: Decoder) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the old weight norm
             for block in model.blocks:
-                change(block.mlp[0])
+                change(block)
 
     return dress
 
 
-def module_hooks(model: Decoder) -> None:
-    for block in model.blocks:
-        block.mlp[0].register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
-        block.mlp[0].register_forward_hook(lambda m, args, out: out * 2)
-        block.mlp[1].register_full_backward_pre_hook(lambda m, grads: (grads[0] * 3,))
-        block.qkv[0].register_full_backward_hook(lambda m, grads, _: (grads[0] / 7,))
+def each_layer(change: Callable[[nn.Module], object]) -> Dress:
+    """Something done to the first layer of each block's MLP."""
+    return each_block(lambda block: change(block.mlp[0]))
 
 
-def node_hooks(model: Decoder) -> None:
-    def hooked(block: nn.Module, h: Tensor, attention: Attention) -> Tensor:
-        out = block(h, attention)
-        out.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))
-        out.grad_fn.register_hook(lambda grads, _: (grads[0] * 5, *grads[1:]))
-        return out
+def module_hooks(block: Any) -> None:
+    block.mlp[0].register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
+    block.mlp[0].register_forward_hook(lambda m, args, out: out * 2)
+    block.mlp[1].register_full_backward_pre_hook(lambda m, grads: (grads[0] * 3,))
+    block.qkv[0].register_full_backward_hook(lambda m, grads, _: (grads[0] / 7,))
 
-    model.through = hooked
+
+def node_hooks(block: nn.Module, h: Tensor, attention: Attention) -> Tensor:
+    out = block(h, attention)
+    out.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))
+    out.grad_fn.register_hook(lambda grads, _: (grads[0] * 5, *grads[1:]))
+    return out
 
 
 def in_place(model: Decoder) -> None:
@@ -526,30 +523,13 @@ def in_place(model: Decoder) -> None:
     model.through = written
 
 
-def keys_in_place(model: Decoder) -> None:
-    """Each head's keys are written into a new tensor, in two pieces."""
-
-    def written(x: Tensor) -> Tensor:  # (N, heads, T, width)
-        half = x.shape[-1] // 2
-        out = x.new_empty(x.shape)
-        out[..., :half].copy_(x[..., :half])
-        out[..., half:].copy_(x[..., half:].tanh())
-        return out
-
-    model.through = lambda block, h, attention: block(h, lambda q, k, v: attention(q, written(k), v))
-
-
-def channels_first(model: Decoder) -> None:
-    model.through = lambda block, h, attention: block(h.mT.contiguous().mT, attention).mT.tanh().mul(2).mT
-
-
-def time_first(model: Decoder) -> None:
-    model.through = lambda block, h, attention: block(h.transpose(0, 1).contiguous().transpose(0, 1), attention)
-
-
-def with_dropout(model: Decoder) -> None:
-    for block in model.blocks:
-        block.mlp.append(nn.Dropout(0.3))
+def in_two_pieces(x: Tensor) -> Tensor:
+    """Each head's keys (N, heads, T, width), written into a new tensor."""
+    half = x.shape[-1] // 2
+    out = x.new_empty(x.shape)
+    out[..., :half].copy_(x[..., :half])
+    out[..., half:].copy_(x[..., half:].tanh())
+    return out
 
 
 def offloaded() -> Any:
@@ -580,20 +560,26 @@ COMPANY: dict[str, Step] = {
     "the head alone": dressed(only("head")),
     "embeddings alone": dressed(only("tokens", "places")),
     "tied embeddings": dressed(lambda model: setattr(model.head, "weight", model.tokens.weight)),
-    "tied blocks": dressed(blocks_tied),
+    "tied blocks": dressed(lambda model: model.blocks.__setitem__(1, model.blocks[0])),
     "padding": dressed(lambda model: setattr(model.tokens, "padding_idx", 7)),
     "weight norm": dressed(each_layer(parametrizations.weight_norm)),
     "spectral norm": dressed(each_layer(parametrizations.spectral_norm)),
     "orthogonal": dressed(each_layer(parametrizations.orthogonal)),
     "the old weight norm": dressed(each_layer(nn.utils.weight_norm)),
     "the old spectral norm": dressed(each_layer(nn.utils.spectral_norm)),
-    "module hooks": dressed(module_hooks),
-    "node hooks": dressed(node_hooks),
+    "module hooks": dressed(each_block(module_hooks)),
+    "node hooks": dressed(around(node_hooks)),
     "in place": dressed(in_place),
-    "keys in place": dressed(keys_in_place),
-    "channels first": dressed(channels_first),
-    "time first": dressed(time_first),
-    "dropout": dressed(with_dropout),
+    "keys in place": dressed(
+        around(lambda block, h, attention: block(h, lambda q, k, v: attention(q, in_two_pieces(k), v)))
+    ),
+    "channels first": dressed(
+        around(lambda block, h, attention: block(h.mT.contiguous().mT, attention).mT.tanh().mul(2).mT)
+    ),
+    "time first": dressed(
+        around(lambda block, h, attention: block(h.transpose(0, 1).contiguous().transpose(0, 1), attention))
+    ),
+    "dropout": dressed(each_block(lambda block: block.mlp.append(nn.Dropout(0.3)))),
     "functional_call": functional,
 }
 

@@ -27,6 +27,7 @@ from rowprop.backprop.rules.attention import flex_attention_backward
 from rowprop.backprop.rules.registry import RULES, rule_of_function
 from rowprop.backprop.sliced import NO_RULE, Densify, RowSet, RowSlice
 from rowprop.cost.flops import count_flops
+from token_models import cut_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks for it
 
@@ -353,12 +354,6 @@ def gradients_of_tokens(attend, take, x: Tensor, w: list[Tensor], keys: int = 2)
     return torch.autograd.grad(total, [*w, SLOPES], allow_unused=True, materialize_grads=True)
 
 
-def detached_but(here: Tensor, attend):
-    """Attention in which keys and values of other tokens than these (N, T) take no gradient."""
-    kept = here[..., None, None]
-    return lambda q, k, v: attend(q, *(torch.where(kept, x, x.detach()) for x in (k, v)))
-
-
 def layers(dtype: torch.dtype, length: int = T, keys: int = 2) -> tuple[Tensor, list[Tensor]]:
     w = [torch.randn(H * D, (H + 2 * keys) * D, dtype=dtype, requires_grad=True) for _ in range(2)]
     return torch.randn(N, length, H * D, dtype=dtype), w
@@ -386,7 +381,7 @@ def test_attention_within_packed_segments(name: str, kept: str, dtype: torch.dty
     found = []
 
     def step(take: Take, cut: bool = False):
-        used = detached_but(mask, attend) if cut and take is indexed else attend
+        used = cut_attention(mask, attend, heads=2) if cut and take is indexed else attend
         RAN.clear()
         found.append(gradients_of_tokens(used, lambda losses: take(losses, mask), x, w))
         return found[-1]
@@ -446,7 +441,7 @@ def test_other_uses_of_kept_queries(name: str, attention: str):
     cuts = attention == "cut" and "keys" not in name
 
     def step(take: Take):
-        used = detached_but(here, attend) if cuts and take is indexed else attend
+        used = cut_attention(here, attend, heads=2) if cuts and take is indexed else attend
         return gradients_of_tokens(used, lambda losses: taken(losses, take).exp(), x, w, H)
 
     with flash():

@@ -15,9 +15,10 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one
 
 @pytest.mark.parametrize("first", [0, 200, 700, 900])
 def test_random_programs_have_the_gradients_of_plain_indexing(first: int):
-    # Red: without the padding index of an embedding. Once, by programs of other numbers: where gathers were known again
-    # by their address alone, also under an unpack hook; where a write through a view copied sequences over tokens;
-    # where a function refused a gradient that its caller had got sliced and handed on.
+    # Red: without the padding index of an embedding; where gradients do not add up, or a graph that is used again gives
+    # others. Once, by programs of other numbers: where gathers were known again by their address alone, also under an
+    # unpack hook; where a write through a view copied sequences over tokens; where a function refused a gradient that
+    # its caller had got sliced and handed on.
     assert not [fault for seed in range(first, first + 100) if (fault := programs.compare(seed))]
 
 

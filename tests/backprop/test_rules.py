@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
 from cuda_kernels import KERNELS
 from experts import EXPERTS, ROUTINGS, WIDTH
-from picks import Take, as_indexed, indexed
+from picks import Calls, Take, as_indexed, indexed
 from rowprop import host
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.registry import RULES, op_name, rule
-from rowprop.backprop.sliced import NO_RULE, RowSlice
+from rowprop.backprop.sliced import NO_RULE, Densify, RowSet, RowSlice
 from rule_cases import CASES, DIRECT, N, aux, call_direct, ints, param, randn, run, sliced
 
 aten = torch.ops.aten
@@ -94,37 +94,33 @@ REFUSED: dict[str, Callable[..., bool]] = {
 }
 
 
-class Refusals(TorchDispatchMode):
-    """Notes the calls that CUDA refuses in its deterministic mode."""
+def refused(name: str, take: Callable[[Tensor], Tensor]) -> set[str]:
+    """The calls of a case that CUDA refuses in its deterministic mode."""
+    met = set[str]()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.met: set[str] = set()
+    def tell(op: str, args: Any, _: object) -> None:
+        if REFUSED.get(op.removesuffix("_"), lambda *_: False)(*args):
+            met.add(op.removesuffix("_"))
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if RowGrad in types:
-            return NotImplemented  # its rule makes the calls
-        name = func._schema.name.removeprefix("aten::").removesuffix("_")
-        if name in REFUSED and REFUSED[name](*args):
-            self.met.add(name)
-        return func(*args, **(kwargs or {}))
+    with Calls(tell):
+        run(name, take, False)
+    return met
 
 
 # Red when: a rule calls an op that CUDA has in no deterministic form, where the formula of plain indexing does not.
 def test_the_deterministic_mode_refuses_nothing_that_plain_indexing_may_do(as_accelerator: None):
     for name in CASES:
-        with Refusals() as picked:
-            run(name, lambda losses: rowprop.pick(losses, torch.tensor(ROWS[2])), False)
-        if picked.met:
-            with Refusals() as plain:
-                run(name, lambda losses: losses[torch.tensor(ROWS[2])], False)
-            assert picked.met <= plain.met, name
+        picked = refused(name, lambda losses: rowprop.pick(losses, torch.tensor(ROWS[2])))
+        assert not picked or picked <= refused(name, lambda losses: losses[torch.tensor(ROWS[2])]), name
 
 
-@pytest.mark.parametrize("index", [[1, 4], [5, 0], [2, 2]], ids=str)
+@pytest.mark.parametrize("index", [[1, 4], [5, 0], [2, 2], [4, 0, 2]], ids=str)
 @pytest.mark.parametrize("name", DIRECT)
 # Red when: products of two gradients ignore repeats; the sum of a row that repeats stands in each of its places, or its
-# place is taken without the parts around the rows; an op that maps zero to a number counts as local.
+# place is taken without the parts around the rows; an op that maps zero to a number counts as local; the dimensions of
+# a diagonal are inserted in the order in which they are named; an addend of all rows that counts nothing is added; the
+# rows of a grouped product, which are sorted for it, are sorted once more in the place of going back; a copy in
+# channels-last order claims ordinary strides.
 def test_ops_called_directly(name: str, index: list[int]):
     actual, expected = call_direct(name, index)
     torch.testing.assert_close(actual, expected, equal_nan=True)
@@ -132,11 +128,15 @@ def test_ops_called_directly(name: str, index: list[int]):
 
 def test_every_rule_is_put_to_the_test():
     with rowprop.watch() as report:
-        for name in DIRECT:
-            call_direct(name, [1, 4])
+        with rowprop.watch() as direct:
+            for name in DIRECT:
+                call_direct(name, [1, 4])
         for name in CASES:
             for channels_last in (False, True):
                 run(name, lambda losses: rowprop.pick(losses, TWO), channels_last)
+    counted = {op: direct.densified[op].count for op in ("addmm", "diag_embed")}
+    assert counted == {"addmm": 3, "diag_embed": 1}  # a dense addend thrice, a diagonal through the batch
+    assert not direct.densified.keys() & {"diagonal_backward", "_grouped_mm"}
     called = set(report.sliced) | {name.removesuffix("_") for name in report.sliced}  # in place, by the same rule
     untested = {op_name(op) for op in RULES} - called
     if host.waits(TWO):  # a 0-d value that no formula names as zero is not read on a device
@@ -190,14 +190,6 @@ def test_batchnorm_of_one_outlier_is_finite():
         torch.testing.assert_close(b.grad, upstream[7])
 
 
-def test_the_strides_that_a_gradient_claims_are_those_of_its_dense_form():
-    # Red when: a copy in channels-last order claims ordinary strides, by which autograd chooses a kernel.
-    with torch._C.DisableTorchFunctionSubclass():
-        out = aten.clone(sliced(aux(2, 3, 4, 5), [1, 4]), memory_format=torch.channels_last)
-        claimed = out.stride()
-    assert type(out) is RowGrad and claimed == out.plain().stride() == (60, 1, 15, 3)
-
-
 def test_a_custom_function_that_wrote_to_a_view():
     # Autograd calls it from inside its own node for in-place writes to views, and pick() cannot see it there.
     class Triple(torch.autograd.Function):
@@ -221,35 +213,9 @@ def test_a_custom_function_that_wrote_to_a_view():
     assert len(seen) == 2
 
 
-def summed_gradient(x: Tensor, losses: Callable[[Take], Iterable[Tensor]]) -> Callable[[Take], tuple[Tensor, ...]]:
-    """A step for ``as_indexed``: the gradient of the sum of some losses."""
-    return lambda take: torch.autograd.grad(sum(part.sum() for part in losses(take)), x)
-
-
-@pytest.mark.parametrize("unused", [0, 1])
-def test_a_dense_gradient_joined_to_a_sliced_one_is_kept(unused: int):
-    # Red when: a plain gradient beside a sliced one counts as the zeros of an output that is not used.
-    x = param(N, 6 + 2 * unused)
-
-    def losses(take: Take) -> Iterable[Tensor]:
-        a, b, c, *_ = (x * 2).chunk(3 + unused, 1)
-        return take((a * c).sum(1), TWO), b.exp()
-
-    report = as_indexed(summed_gradient(x, losses))
-    assert report.densified["cat"].reason == "a dense gradient is joined to a sliced one"
-
-
-def test_gradients_of_two_picks_meet_beside_an_output_without_one():
-    # Red when: an output that no pick reaches counts as dense, or the note of one pick's rows is lost at the union.
-    x = param(N, 6)
-
-    def losses(take: Take) -> Iterable[Tensor]:
-        parts = (x * 2).chunk(3, 1)
-        return (
-            take(part.exp().sum(1), torch.tensor(rows)) for part, rows in zip(parts, ([1, 4, 4], [0, 4]), strict=False)
-        )
-
-    assert not as_indexed(summed_gradient(x, losses)).densified
+def summed_gradient(x: Tensor, losses: Callable[[], Tensor]) -> Callable[[Take], tuple[Tensor, ...]]:
+    """A step for ``as_indexed``: the gradient of the sum of the losses of two rows."""
+    return lambda take: torch.autograd.grad(take(losses(), TWO).sum(), x)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("_unused") and "rows" not in name])
@@ -287,7 +253,7 @@ def test_a_value_that_is_not_zero_is_written_to_all_rows(as_host: None):
 
 def of_bags(table: Tensor, mode: str, **options: bool) -> Callable[[Take], tuple[Tensor, ...]]:
     bags = partial(F.embedding_bag, ints(9, 2 * N), table, torch.arange(0, 2 * N, 2), mode=mode, **options)
-    return summed_gradient(table, lambda take: [take(bags().exp().sum(1), TWO)])
+    return summed_gradient(table, lambda: bags().exp().sum(1))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -303,30 +269,6 @@ def test_bags_of_the_largest_entries_read_no_index(as_accelerator: None):
     # Red when: the indices of the kept bags are counted, which waits for the device: the forward noted the entries.
     report = as_indexed(of_bags(param(9, 4), "max"))
     assert not report.densified and not report.waited
-
-
-@pytest.mark.skipif(not hasattr(aten, "_grouped_mm"), reason="needs a torch with grouped products")
-def test_rows_of_groups_go_back_to_their_places():
-    # Red when: the rows of a grouped product, which are sorted for it, are sorted once more in the place of going back.
-    index, ends, weights = [4, 0, 2], torch.tensor([2, 2, N], dtype=torch.int32), aux(3, 4, 8)
-    with torch._C.DisableTorchFunctionSubclass():
-        out = aten._grouped_mm(sliced(aux(3, 4), index), weights, ends)
-    dense = torch.zeros(N, 4).index_add(0, torch.tensor(index), aux(3, 4))
-    assert type(out) is RowGrad
-    torch.testing.assert_close(out.plain(), aten._grouped_mm(dense, weights, ends))
-
-
-# Red when: tokens that come back go to the rows of the dimension of which fewest are kept, whatever it is.
-def test_tokens_of_one_time_go_back_to_the_batch():
-    scale, index = param(4), torch.tensor([0, 1, 3, 5])
-
-    def step(take: Take) -> tuple[Tensor, ...]:
-        x = aux(N, 3, 4).double() * scale
-        starts = x.reshape(-1, 4)[torch.arange(N) * 3]
-        x = x + torch.zeros(3 * N, 4).double().index_add(0, torch.arange(N) * 3, starts.exp()).view_as(x)
-        return torch.autograd.grad(take(x.square().sum((1, 2)), index).square().sum(), scale)
-
-    assert not as_indexed(step).densified
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
@@ -379,7 +321,7 @@ SPARSE: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, str]]] = {
 def test_beside_a_sparse_tensor_the_gradient_is_dense_and_equal(name: str):
     f, densified = SPARSE[name]
     x, w = aux(N, 4), nn.Parameter(aux(4, 4))
-    step = summed_gradient(w, lambda take: [take(f((x @ w).tanh()).square().sum(1), TWO)])
+    step = summed_gradient(w, lambda: f((x @ w).tanh()).square().sum(1))
     report = as_indexed(step, rtol=1.3e-6, atol=1e-5)
     assert {op: entry.reason for op, entry in report.densified.items()} == densified
 
@@ -392,6 +334,57 @@ def test_a_rule_is_handed_no_wrapped_gradient(monkeypatch: pytest.MonkeyPatch):
     with torch._C.DisableTorchFunctionSubclass():
         aten.index.Tensor(g, [listed])
     assert [type(operand) for operand in seen] == [RowSlice, RowSlice]
+
+
+KEPT = RowSet(TWO, N, unique=True, batchnorm=None)
+
+
+def square(dim: int) -> RowSlice:
+    """A gradient of shape (N, N), with its rows in this dimension."""
+    return RowSlice(randn(*(2 if d == dim else N for d in range(2))), KEPT, Layout(dim, N), (N, N))
+
+
+def plain(*columns: int) -> list[Tensor]:
+    return [randn(N, c * N) for c in columns]
+
+
+SOFTMAX, CELL = aten._softmax_backward_data.default, aten._thnn_fused_lstm_cell_backward_impl.default
+LAYER = aten.mkldnn_rnn_layer_backward.default
+OF_PACKED = False, 2, N, 1, True, True, False, [2, 1], False
+UNLIKE: dict[str, tuple[Any, list[Any], str]] = {
+    "another operand": (SOFTMAX, [square(0), square(0), 1, torch.float64], "other than the gradient"),
+    "the second gradient": (CELL, [square(0), square(1), *plain(1, 1, 4), True], "not alike"),
+    "the first gradient": (CELL, [square(1), square(0), *plain(1, 1, 4), True], "not alike"),
+    "one gradient of two": (CELL, [square(0), *plain(1, 1, 1, 4), True], "not alike"),
+    "packed": (LAYER, [*plain(*[1] * 10), square(0), None, None, *OF_PACKED, *plain(1)], "packed"),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+# Red when: the rule takes the rows of a sliced operand, as of a plain tensor; only the first gradient is asked where
+# its rows lie; the numbers of rows at each step of packed sequences are those of all rows.
+def test_operands_that_are_not_sliced_alike_densify(what: str):
+    op, args, reason = UNLIKE[what]
+    outcome = RULES[op].run(op, *args)
+    assert type(outcome) is Densify and reason in outcome.reason
+
+
+def test_an_undefined_gradient_stays_undefined():
+    # Red when: its values are asked for.
+    g = square(0)
+    values = g.values  # what the kernel's plan is remembered by keeps no gradient alive
+
+    class Kernel:
+        """No kernel of the CPU's own."""
+
+        _schema = CELL._schema
+
+        def __call__(self, of_hy: Tensor, of_cy: None, cx: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+            assert of_cy is None and of_hy is values and len(cx) == 2
+            return of_hy, cx, of_hy.sum(0)
+
+    gates, cells, bias = RULES[CELL].run(Kernel(), g, None, *plain(1, 1, 1), True)
+    assert type(gates) is type(cells) is RowSlice and type(bias) is Tensor
 
 
 MALFORMED = ["mm.", "no such", "mm.a.b", "", 3, "aten.mm.default", "a-b"]

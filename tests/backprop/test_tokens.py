@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
-from picks import Applied, Take, as_indexed, assert_same_gradients, gradients
+from picks import Applied, Calls, Take, as_indexed, assert_same_gradients, gradients
 from rowprop import host
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rowgrad import RowGrad
@@ -22,7 +21,6 @@ from rowprop.backprop.rules.apply import end_to_end
 from rowprop.backprop.sliced import Affine, RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
-from rowprop.engines import Sliced
 from rule_cases import CASES, param, randn
 from token_models import (
     BETWEEN,
@@ -172,7 +170,8 @@ def indices(*every: list[int]) -> Any:
 @indices([5], [1, 77, 150], [77, 77, 3, 2])
 @pytest.mark.parametrize("name", BETWEEN)
 # Red when: a mean is taken for one of the same rows; a part of one entry keeps the place of the kept rows; the rows of
-# two operands are made larger each in its own way.
+# two operands are made larger each in its own way; two parts of one dimension count as one part although something lies
+# between them.
 def test_what_models_do_between_tokens(name: str, index: Tensor, on_a_device: bool):
     moved(lambda x, p: BETWEEN[name](x), index, on_a_device)
 
@@ -204,19 +203,6 @@ def test_more_tokens_than_a_piece_has_leave_it_dense():
     # A device does not count the tokens that are left in front of the piece: they go on as zeros.
     patches = int(kept.sum() if host.waits(torch.device("cpu")) else kept.view(40, 5)[:, 1:].sum())
     assert not report.densified and flops == 2 * 6 * 6 * (2 * int(kept.sum()) + patches)
-
-
-def test_products_of_sequences_that_heads_lie_between():
-    # Red when: two parts of one dimension count as one part although heads lie between them.
-    x, w = torch.randn(3, 2, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64).requires_grad_()
-    kept = torch.arange(24).view(3, 2, 4) % 5 == 1
-
-    def step(take: Take) -> tuple[Tensor, ...]:
-        h = (x @ w).tanh().unflatten(3, (2, 3)).permute(0, 3, 1, 2, 4).flatten(0, 2)  # rows, heads and groups are one
-        out = (h @ h.mT @ h).unflatten(0, (3, 2, 2)).permute(0, 2, 3, 1, 4).flatten(3)
-        return torch.autograd.grad(take(out.square().sum(-1), kept).sum(), w)
-
-    as_indexed(step)
 
 
 @pytest.mark.usefixtures("as_accelerator")
@@ -599,34 +585,22 @@ def test_keys_are_known_where_sizes_do_not_tell(written: str):
     assert report.cut or "not cut: keys are known by a softmax" in report.densified["bmm"].reason
 
 
-class Masks(TorchDispatchMode):
-    """The sizes of the masks that attention's backward is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if RowGrad in types:
-            return NotImplemented  # its rule makes the calls
-        mask = (kwargs or {}).get("attn_mask")
-        if mask is not None and func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-            self.sizes.append(mask.numel())
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_mask_of_kept_queries_takes_no_more_memory_than_all_queries():
     # Red when: all sequences go into one call, whose mask has an entry for each kept query and each key.
     leaves = [torch.randn(12, 1, T, 4, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    kept = torch.arange(12 * T).view(12, T) % T < T // 2
+    kept, sizes = torch.arange(12 * T).view(12, T) % T < T // 2, list[int]()
+
+    def tell(op: str, _: object, options: dict[str, Any]) -> None:
+        if op == FUSED and options.get("attn_mask") is not None:
+            sizes.append(options["attn_mask"].numel())
 
     def step(take: Take) -> tuple[Tensor, ...]:
         losses = F.scaled_dot_product_attention(*leaves, attn_mask=BAND).square().sum((1, 3))
         return torch.autograd.grad(take(losses, kept).sum(), leaves)
 
-    with Masks() as masks:
+    with Calls(tell):
         as_indexed(step)
-    assert len(masks.sizes) > 1 and max(masks.sizes) <= leaves[0].numel()
+    assert len(sizes) > 1 and max(sizes) <= leaves[0].numel()
 
 
 SCALES = {"scaled": lambda g: g * 2, "scaled in place": lambda g: (g.mul_(0.5), None)[1]}
@@ -930,15 +904,6 @@ def test_attention_below_whole_sequences_is_not_cut_and_the_report_says_so():
     assert not report.cut and "not cut below" in report.densified["attention"].reason
 
 
-@WAYS
-def test_the_sliced_engine_hands_its_attention_to_pick(way: Any):
-    # Red when: Sliced forgets attention: the gradient of cut is then the exact one.
-    model, selection = Decoder(packed=False), rowprop.Selection.mean(QUARTER.flatten().nonzero().squeeze(1), N * T)
-    expected = run(model, lambda x: x[QUARTER], attention=cut_attention(QUARTER) if way == "cut" else attend)
-    actual = run(model, lambda x: Sliced(attention=way).kept_losses(selection, x, forward=lambda rows: rows))
-    assert largest_difference(actual, expected) < 1e-12
-
-
 @pytest.mark.parametrize("written", ["causal", "segments", "products"])
 def test_one_packed_sequence_keeps_its_tokens_sliced(written: str):
     # Red when: a batch of one sequence is densified at its attention, or a product of attention that sums over the kept
@@ -1010,20 +975,3 @@ def test_indexed_writes_through_a_view_under_a_pick_of_tokens(name: str, index: 
         return torch.autograd.grad((tokens * torch.arange(1.0, len(index) + 1)[:, None]).sum(), x)
 
     as_indexed(step, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_pick_of_places_meets_a_pick_of_tokens(turned: bool):
-    # The rows of the one with fewer lie in two dimensions. Red where these are taken for one.
-    places = torch.zeros(4, 3, dtype=torch.bool)
-    places[0, 0] = places[1, 1] = True
-
-    def step(take: Take) -> tuple[Tensor, ...]:
-        torch.manual_seed(0)
-        x = randn(24, 3).requires_grad_()
-        h = x * 1
-        of_places = h.view(6, 4, 3).square().mean(0)
-        total = take(of_places.T, places.T).sum() if turned else take(of_places, places).sum()
-        return torch.autograd.grad(total + take(h.sin().sum(1), torch.tensor([3, 7])).sum(), x)
-
-    as_indexed(step, rtol=1e-12, atol=1e-14)

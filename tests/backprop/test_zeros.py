@@ -201,15 +201,16 @@ def test_a_module_may_return_what_it_likes(form: str):
 class Language(nn.Module):
     """A language model as transformers has them; it returns each token's log-probability, by a head that is fused."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Skip = same) -> None:
         super().__init__()
         self.base_model, self.head = Decoder(packed=True), nn.Linear(VOCABULARY, VOCABULARY).double()
+        self.change = change  # of the hidden states
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.base_model(x), self.head.weight).log_softmax(2)[..., 0]
+        return F.linear(self.change(self.base_model(x)), self.head.weight).log_softmax(2)[..., 0]
 
 
 class DistributedDataParallel(nn.Module):
@@ -234,15 +235,9 @@ def test_a_language_model_has_its_head_found_and_its_tokens(kind: Callable[[], n
     assert cost < 0.6 * full
 
 
-class Masking(Language):
-    """Zeros arise between the hidden states and the output, whose gradient has none."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.base_model(x) * SOME[..., None], self.head.weight).log_softmax(2)[..., 0]
-
-
 def test_the_record_is_that_of_the_place_where_most_left():
-    model = Masking()
+    # Zeros arise between the hidden states and the output, whose gradient has none.
+    model = Language(lambda hidden: hidden * SOME[..., None])
     handle, _, _ = skipped(model, lambda: model(IDS).sum())
     assert {place: record.kept for place, record in handle.records.items()} == {
         "": N * T,
