@@ -57,17 +57,19 @@ def check(function: Check) -> Check:
 
 
 class Net(nn.Module):
-    """A block of attention between two layers; three tokens a row, four classes."""
+    """A block of attention between two layers; three tokens a row, four classes of the row or of each token."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, *, tokens: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.tokens = tokens
         self.inner = nn.Linear(5, 8, dtype=dtype)
         self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=dtype)
         self.outer = nn.Linear(8, 4, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.block(self.inner(x)).mean(1))
+        h = self.block(self.inner(x))
+        return self.outer(h if self.tokens else h.mean(1))
 
 
 def losses_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -271,63 +273,28 @@ def compiled() -> Figures:
 
 
 @check
-def by_hand() -> Figures:
-    """The same without the step: ``pick`` with ``mean``."""
-    rank, parts = dist.get_rank(), batch_of(2)
-    ranks = range(world())
-    kept = {f"{few} and more": [min(few + 2 * r, SIZES[world()][r]) for r in ranks] for few in (0, 1)}
-    kept["one of all"] = [int(r == 0) for r in ranks]  # red when the count of all ranks is clamped to their number
-    for wrapper, (name, counts) in itertools.product(WRAPPERS, kept.items()):
-        model = wrapped(wrapper, Net())
-        loss = mean(rowprop.pick(losses_of(model, parts[rank]), torch.arange(counts[rank])))
-        loss.backward()
-
-        def union(net: nn.Module) -> Tensor:
-            return torch.cat([losses_of(net, part)[:k] for part, k in zip(parts, counts, strict=True)]).mean()
-
-        torch.testing.assert_close(averaged(loss), union(Net()).detach())
-        yield f"{wrapper}, mean, {name}", difference(grads_of(model), truth(union))
-
-    nothing = mean(torch.zeros(0, requires_grad=True))
-    assert nothing.item() == 0
-    nothing.backward()
-
-
-@check
 def accumulation() -> Figures:
-    """Micro-batches without synchronisation but for the last; and a quota that all ranks fill together."""
+    """A quota that all ranks fill together, in micro-batches without synchronisation but for the last."""
     rank = dist.get_rank()
-    batches = [batch_of(seed, hard=seed % 2 if seed else None) for seed in range(3)]
-    for wrapper in WRAPPERS:
-        model = wrapped(wrapper, Net())
-        selective = step_of(model, rowprop.TopK(0.25))
-        for parts in batches:
-            with synchronising(model, parts is batches[-1]):
-                (selective(parts[rank])[0] / len(batches)).backward()
-        expected = truth(lambda net: torch.stack([top_of_all([losses_of(net, whole(p))]) for p in batches]).mean())
-        yield f"{wrapper}, micro-batches", difference(grads_of(model), expected)
-
-        for engine in ENGINES if world() == 2 else ENGINES[:1]:
-            model, alone = wrapped(wrapper, Net()), Net()
-            ours = step_of(model, rowprop.TopK(0.25), engine=engine, accumulate_to=7)
-            theirs = rowprop.SelectiveBackprop(alone, losses_of, rowprop.TopK(0.25), engine="masked", accumulate_to=7)
-            ready = worst = 0.0
-            for seed in range(4):
-                parts = batch_of(10 + seed, hard=0 if seed == 1 else None)
-                (loss, record), (loss_alone, alone_record) = ours(parts[rank]), theirs(whole(parts))
-                assert record.ready == alone_record.ready
-                assert record.contributed == alone_record.contributed
-                if wrapper == "fsdp":
-                    model.set_requires_gradient_sync(record.ready)
-                loss.backward()
-                loss_alone.backward()
-                if record.ready:
-                    ready += 1
-                    worst = max(worst, difference(grads_of(model), grads_of(alone)))
-                    model.zero_grad()
-                    alone.zero_grad()
-            assert ready >= 2
-            yield f"{wrapper}, {engine}, quota", worst
+    for wrapper, engine in itertools.product(WRAPPERS, ENGINES if world() == 2 else ENGINES[:1]):
+        model, alone = wrapped(wrapper, Net()), Net()
+        ours = step_of(model, rowprop.TopK(0.25), engine=engine, accumulate_to=7)
+        theirs = rowprop.SelectiveBackprop(alone, losses_of, rowprop.TopK(0.25), engine="masked", accumulate_to=7)
+        ready = worst = 0.0
+        for seed in range(4):
+            parts = batch_of(10 + seed, hard=0 if seed == 1 else None)
+            _, alone_record = backpropagated(theirs(whole(parts)))
+            with synchronising(model, alone_record.ready):
+                _, record = backpropagated(ours(parts[rank]))
+            assert record.ready == alone_record.ready
+            assert record.contributed == alone_record.contributed
+            if record.ready:
+                ready += 1
+                worst = max(worst, difference(grads_of(model), grads_of(alone)))
+                model.zero_grad()
+                alone.zero_grad()
+        assert ready >= 2
+        yield f"{wrapper}, {engine}, quota", worst
 
 
 @check
@@ -511,13 +478,6 @@ def ids_and_classes() -> Figures:
     refuses_on(0, lambda: Global().select(PerClass(rowprop.TopK(0.5)), torch.arange(4.0)))
 
 
-class TokenNet(Net):
-    """The same with four classes for each token."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.block(self.inner(x)))
-
-
 def token_losses(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
 
@@ -534,11 +494,11 @@ def tokens() -> Figures:
     for wrapper, (name, counted), options, (ranks, selector, kept_of) in itertools.product(
         WRAPPERS, masks.items(), ({}, {"nonfinite": "drop"}), ways
     ):
-        net = TokenNet()
+        net = Net(tokens=True)
         losses = [token_losses(net, part)[mask] for part, mask in zip(parts, counted, strict=True)]
         kept = kept_of(losses)
         kept.mean().backward()
-        model = wrapped(wrapper, TokenNet())
+        model = wrapped(wrapper, Net(tokens=True))
         step = step_of(model, selector, ranks, token_losses, unit="token", engine="sliced", **options)
         _, record = backpropagated(step(parts[rank], counted=counted[rank]))
         what = f"{wrapper}, {type(ranks).__name__}, {name}{', drop' * bool(options)}"
@@ -577,12 +537,17 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
 
 @check
 def masks_of_tokens() -> Figures:
-    """``pick`` with masks, exact and cut: other counts on each rank, and none on the last; two micro-batches."""
+    """``pick`` and ``mean`` without the step, with masks, exact and cut: other counts on each rank; two micro-batches.
+
+    Red when: the count of all ranks is clamped to their number ("one of all").
+    """
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(13)
     parts = [tuple(torch.randint(50, (2, size, 6), generator=generator)) for size in SIZES[world()]]
     uneven = [torch.rand(y.shape, generator=generator) < 0.3 + 0.1 * place for place, (_, y) in enumerate(parts)]
-    masks = {"uneven": uneven, "none on the last rank": [*uneven[:-1], torch.zeros_like(uneven[-1])]}
+    one, *none = (torch.zeros_like(mask) for mask in uneven)
+    one[0, 2] = True
+    masks = {"uneven": uneven, "none on the last rank": [*uneven[:-1], none[-1]], "one of all": [one, *none]}
     for (wrapper, make), (name, kept), attention in itertools.product(
         DECODERS.items(), masks.items(), ("exact", "cut")
     ):
@@ -607,6 +572,10 @@ def masks_of_tokens() -> Figures:
         share = world() * own.numel() / sum(int(of.sum()) for of in kept)
         (own.sum() / max(1, own.numel()) * share).backward()
         yield f"{wrapper}, {name}, {attention}, by shares", difference(grads_of(model), grads_of(net))
+
+    nothing = mean(torch.zeros(0, requires_grad=True))
+    assert nothing.item() == 0
+    nothing.backward()
 
 
 @check
