@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,17 @@ class Logits(nn.Module):
         return self.model(**dict(zip(self.names, inputs, strict=True)))[self.output]
 
 
+def configured(type_: str, head: str, attention: str, experts: str | None = None, **config: Any) -> Any:
+    """A model type of transformers, under one of its ``AutoModel`` heads."""
+    if find_spec("torchvision"):
+        torchvision_models()  # transformers imports it
+    import transformers
+
+    made = transformers.AutoConfig.for_model(type_, **config)
+    made._experts_implementation = experts
+    return getattr(transformers, head).from_config(made, attn_implementation=attention)
+
+
 def pretrained(
     family: str,
     type_: str,
@@ -269,13 +281,7 @@ def pretrained(
     """
 
     def build() -> nn.Module:
-        torchvision_models()  # imported by transformers where it is there
-        import transformers
-
-        made = transformers.AutoConfig.for_model(type_, **config)
-        made._experts_implementation = experts
-        model = getattr(transformers, head).from_config(made, attn_implementation=attention)
-        return Logits(alive(model.train()), names, output)
+        return Logits(alive(configured(type_, head, attention, experts, **config).train()), names, output)
 
     name = f"{family}, {attention}" + (f", {experts} experts" if experts else "")
     entry = Entry("transformers", name, build, batch, losses, densifies)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,24 +23,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import families
 import rowprop
-from zoo import Net
+from zoo import Entry, Net
 
+Model = tuple[Callable[[], nn.Module], tuple[int, ...]]
+"""What makes a model, and the shape of the rows that it takes."""
 ROWS = 12
 PICKED = (1, 3, 4, 5, 7, 9, 10, 11)
 DIRECTIONS = 4
 
 
-class Residual(nn.Module):
+def Residual(width: int) -> nn.Module:
     """A block with a residual sum."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(self.norm(x))
+    inner = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+    return Net(lambda net, x: x + net.inner(net.norm(x)), inner=inner, norm=nn.LayerNorm(width))
 
 
 def out_and_state(width: int) -> nn.Module:
@@ -121,6 +119,11 @@ def vit() -> nn.Module:
     return nn.Sequential(patches(), *layers(2, norm_first=True, activation="gelu"), nn.LayerNorm(4), head)
 
 
+def ids_of(x: Tensor) -> Tensor:
+    """Token ids from 0 to 8, of numbers."""
+    return (x.abs() * 4).long().clamp(max=8)
+
+
 class Texts(nn.Module):
     """Token ids to one number per position (``causal``), or to a few per row: GPT and BERT."""
 
@@ -132,7 +135,7 @@ class Texts(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        ids = (x.abs() * 4).long().clamp(max=8)
+        ids = ids_of(x)
         h = self.words(ids) + self.places.weight
         mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=h.dtype) if self.causal else None
         empty = None if self.causal else ids.eq(0) & torch.arange(5).gt(2)
@@ -204,7 +207,7 @@ def cnn(norm: bool) -> nn.Module:
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+MODELS: dict[str, Model] = {
     "mlp": (mlp, (6,)),
     "residual": (lambda: nn.Sequential(nn.Linear(5, 6), Residual(6), Residual(6), nn.Linear(6, 3)), (5,)),
     "outputs in a mapping": (lambda: nn.Sequential(*(out_and_state(4) for _ in range(3))), (4,)),
@@ -227,37 +230,20 @@ OF_TOKENS = ("vit", "bert", "gpt", "sequence first", "mixer")
 """Models whose tokens are drawn, too."""
 
 
-class OfTransformers(nn.Module):
-    """A model of transformers, tiny: token ids to what stands first in its output, for each token."""
-
-    def __init__(self, kind: str, auto: str) -> None:
-        import transformers
-
-        super().__init__()
-        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
-        sizes |= {"num_key_value_heads": 1, "head_dim": 4, "ffn_dim": 12, "word_embed_proj_dim": 8}
-        sizes |= {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 9, "max_position_embeddings": 8}
-        dropouts = "hidden_dropout_prob attention_probs_dropout_prob dropout attention_dropout".split()
-        dropouts += "resid_pdrop embd_pdrop attn_pdrop".split()
-        tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-        config = transformers.AutoConfig.for_model(kind, **sizes, **tokens, **dict.fromkeys(dropouts, 0.0))
-        self.model = getattr(transformers, auto).from_config(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(input_ids=(x.abs() * 4).long().clamp(max=8))[0]
+def of_transformers(entry: Entry) -> nn.Module:
+    """A model of the table of families, without dropout: token ids to the logits of each token."""
+    logits = entry.build().eval()
+    return Net(lambda net, x: net.logits.model(input_ids=ids_of(x)).logits, logits=logits)
 
 
-TRANSFORMERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    f"{kind} of transformers": (lambda kind=kind, auto=auto: OfTransformers(kind, auto), (5,))
-    for auto, kinds in {
-        "AutoModelForCausalLM": ("llama", "phi", "qwen2", "gpt2", "opt", "gpt_neox"),
-        "AutoModel": ("bert", "roberta"),
-    }.items()
-    for kind in kinds
+TRANSFORMERS: dict[str, Model] = {
+    f"{entry.name} of transformers": (partial(of_transformers, entry), (5,))
+    for entry in families.TRANSFORMERS
+    if entry.name in [f"{family}, sdpa" for family in "Llama Phi Qwen2 GPT-2 OPT GPT-NeoX BERT RoBERTa".split()]
 }
 """Their tokens are drawn where transformers is installed, as in ``nox -s integrations``."""
 
-BATCHNORM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+BATCHNORM: dict[str, Model] = {
     "resnet, batch norm in training": (lambda: resnet(train=True), (1, 6, 6)),
     "u-net, batch norm in training": (lambda: unet(norm=True), (1, 4, 4)),
     "branches, batch norm in training": (branches, (1, 5, 5)),
