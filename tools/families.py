@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo import Batch, C, Entry, Losses, N, T, V, classify, frozen, image, language, vectors
+from zoo import Batch, C, Entry, Losses, N, Net, T, V, classify, frozen, image, language, vectors
 
 TORCHVISION: list[Entry] = []
 TIMM: list[Entry] = []
@@ -239,17 +239,6 @@ image_model("Sequencer", "sequencer2d_s", 32, share=1.3, **sequencer)
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 
-class Logits(nn.Module):
-    """A model of transformers, called by the names of its inputs; it returns one tensor of its output."""
-
-    def __init__(self, model: nn.Module, names: tuple[str, ...], output: str = "logits") -> None:
-        super().__init__()
-        self.model, self.names, self.output = model, names, output
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.model(**dict(zip(self.names, inputs, strict=True)))[self.output]
-
-
 def configured(type_: str, head: str, attention: str, experts: str | None = None, **config: Any) -> Any:
     """A model type of transformers, under one of its ``AutoModel`` heads."""
     if find_spec("torchvision"):
@@ -274,14 +263,17 @@ def pretrained(
     output: str = "logits",
     **config: Any,
 ) -> None:
-    """Enter a model type of transformers under one of its ``AutoModel`` heads.
+    """Enter a model type of transformers under one of its ``AutoModel`` heads, called by the names of its inputs.
 
     One that returns logits of a row, or of each word, is of the table of rows; one of each word of the table of tokens,
     as is one that returns anything else.
     """
 
+    def forward(net: Any, *inputs: Tensor) -> Tensor:
+        return net.model(**dict(zip(names, inputs, strict=True)))[output]
+
     def build() -> nn.Module:
-        return Logits(alive(configured(type_, head, attention, experts, **config).train()), names, output)
+        return Net(forward, model=alive(configured(type_, head, attention, experts, **config).train()))
 
     name = f"{family}, {attention}" + (f", {experts} experts" if experts else "")
     entry = Entry("transformers", name, build, batch, losses, densifies)

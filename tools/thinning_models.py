@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import families
 import rowprop
-from zoo import Entry, Net
+import zoo
+from zoo import Entry, Net, seq
 
 Model = tuple[Callable[[], nn.Module], tuple[int, ...]]
 """What makes a model, and the shape of the rows that it takes."""
@@ -34,10 +35,16 @@ PICKED = (1, 3, 4, 5, 7, 9, 10, 11)
 DIRECTIONS = 4
 
 
-def Residual(width: int) -> nn.Module:
+class Residual(nn.Module):
     """A block with a residual sum."""
-    inner = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-    return Net(lambda net, x: x + net.inner(net.norm(x)), inner=inner, norm=nn.LayerNorm(width))
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
 
 
 def out_and_state(width: int) -> nn.Module:
@@ -74,17 +81,6 @@ def branches() -> nn.Module:
     return Net(forward, **parts, layers=nn.ModuleList(nn.Conv2d(4, 4, 2) for _ in range(2)))
 
 
-def densenet() -> nn.Module:
-    """Each block takes the outputs of all blocks before it."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        for block in net.blocks:
-            x = torch.cat([x, F.relu(block(x))], 1)
-        return x.mean((2, 3))
-
-    return Net(forward, blocks=nn.ModuleList(nn.Conv2d(1 + 2 * n, 2, 3, padding=1) for n in range(3)))
-
-
 def bottleneck(before: int, after: int, stride: int, train: bool) -> nn.Module:
     """A ResNet's block."""
     first = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after).train(train)
@@ -103,20 +99,11 @@ def layers(count: int, width: int = 4, **settings: Any) -> list[nn.Module]:
     return [nn.TransformerEncoderLayer(width, 2, 2 * width, **settings) for _ in range(count)]
 
 
-def patches() -> nn.Module:
-    """Patches of an image, behind a token for its class."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        x = net.conv(x).flatten(2).transpose(1, 2)
-        return torch.cat([net.first.expand(len(x), -1, -1), x], 1) + net.positions
-
-    first, positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 5, 4))
-    return Net(forward, conv=nn.Conv2d(1, 4, 2, 2), first=first, positions=positions)
-
-
 def vit() -> nn.Module:
-    head = Net(lambda net, x: net.last(x[:, 0]), last=nn.Linear(4, 3))  # at the first token
-    return nn.Sequential(patches(), *layers(2, norm_first=True, activation="gelu"), nn.LayerNorm(4), head)
+    head = seq(lambda x: x[:, 0], nn.Linear(zoo.D, 3))  # at the first token
+    conv, flatten, prepend = zoo.patches()
+    patches = Net(lambda net, x: net.prepend(flatten(net.conv(x))), conv=conv, prepend=prepend)
+    return nn.Sequential(patches, *layers(2, zoo.D, norm_first=True, activation="gelu"), nn.LayerNorm(zoo.D), head)
 
 
 def ids_of(x: Tensor) -> Tensor:
@@ -207,6 +194,7 @@ def cnn(norm: bool) -> nn.Module:
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
 
 
+IMAGES = (3, 8, 8)
 MODELS: dict[str, Model] = {
     "mlp": (mlp, (6,)),
     "residual": (lambda: nn.Sequential(nn.Linear(5, 6), Residual(6), Residual(6), nn.Linear(6, 3)), (5,)),
@@ -215,8 +203,8 @@ MODELS: dict[str, Model] = {
     "cnn, batch norm in evaluation": (lambda: cnn(True), (1, 6, 6)),
     "resnet, batch norm in evaluation": (resnet, (1, 6, 6)),
     "u-net": (unet, (1, 4, 4)),
-    "densenet": (densenet, (1, 5, 5)),
-    "vit": (vit, (1, 4, 4)),
+    "densenet": (zoo.densenet, IMAGES),
+    "vit": (vit, IMAGES),
     "bert": (lambda: Texts(False), (5,)),
     "gpt": (lambda: Texts(True), (5,)),
     "sequence first": (turned, (5, 3)),
@@ -232,14 +220,13 @@ OF_TOKENS = ("vit", "bert", "gpt", "sequence first", "mixer")
 
 def of_transformers(entry: Entry) -> nn.Module:
     """A model of the table of families, without dropout: token ids to the logits of each token."""
-    logits = entry.build().eval()
-    return Net(lambda net, x: net.logits.model(input_ids=ids_of(x)).logits, logits=logits)
+    return Net(lambda net, x: net.entry.model(input_ids=ids_of(x)).logits, entry=entry.build().eval())
 
 
+ENTRIES = {entry.name: entry for entry in families.TRANSFORMERS}
 TRANSFORMERS: dict[str, Model] = {
-    f"{entry.name} of transformers": (partial(of_transformers, entry), (5,))
-    for entry in families.TRANSFORMERS
-    if entry.name in [f"{family}, sdpa" for family in "Llama Phi Qwen2 GPT-2 OPT GPT-NeoX BERT RoBERTa".split()]
+    f"{family} of transformers": (partial(of_transformers, ENTRIES[f"{family}, sdpa"]), (5,))
+    for family in "Llama Phi Qwen2 GPT-2 OPT GPT-NeoX BERT RoBERTa".split()
 }
 """Their tokens are drawn where transformers is installed, as in ``nox -s integrations``."""
 
