@@ -43,7 +43,6 @@ from rowprop.backprop.watch import Report
 aten = torch.ops.aten
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # of their results, only the shape is defined
 FRESH = {"zeros_like", "new_zeros", "zero_", "zero"}
-SINGLE = {"_cudnn_rnn_backward"}  # emulated by the CPU's fused LSTM, in single precision whatever the operands are
 DOUBLES = dict.fromkeys([torch.float64, torch.complex128], 1e-9)
 SINGLES = dict.fromkeys([torch.float32, torch.complex64], 1e-4)
 TOLERANCE = DOUBLES | SINGLES | {torch.bfloat16: 0.04, torch.float16: 0.01}
@@ -362,8 +361,6 @@ class Case:
     def allowed(self) -> float:
         """The error that rounding explains, relative to the largest element."""
         dtypes = [getattr(cast(leaf, self.variant.dtype), "dtype", leaf) for leaf in self.call.leaves]
-        if self.call.name in SINGLE:
-            dtypes.append(torch.float32)
         return max(TOLERANCE.get(dtype, 0.0) for dtype in [torch.float64, *dtypes] if isinstance(dtype, torch.dtype))
 
     def run(self) -> tuple[str | None, bool]:

@@ -202,10 +202,10 @@ CASES: dict[str, Case] = {
         "cudnn_grid_sampler_backward", lambda x, grid: aten.cudnn_grid_sampler(x, grid.tanh()), IMAGES
     ),
     "ctc_loss": Case("mul.Tensor", ctc_loss, ((T, 4),)),  # its gradient is made forward, and only scaled
-    "lstm": Case(RNN, recurrent(LSTM, False), LSTM_STATES, weights(4), dtype=SINGLE),
-    "lstm_batch_first": Case(RNN, recurrent(LSTM, True), LSTM_STATES, weights(4), dtype=SINGLE),
-    "lstm_output": Case(RNN, recurrent(LSTM, True, outputs=1), LSTM_STATES, weights(4), dtype=SINGLE),
-    "lstm_dropout": Case(RNN, recurrent(LSTM, True, 0.3), LSTM_STATES, weights(4), True, SINGLE),
+    "lstm": Case(RNN, recurrent(LSTM, False), LSTM_STATES, weights(4)),
+    "lstm_batch_first": Case(RNN, recurrent(LSTM, True), LSTM_STATES, weights(4)),
+    "lstm_output": Case(RNN, recurrent(LSTM, True, outputs=1), LSTM_STATES, weights(4)),
+    "lstm_dropout": Case(RNN, recurrent(LSTM, True, 0.3), LSTM_STATES, weights(4), True),
     "rnn": Case(RNN, recurrent(TANH, False), STATES, weights(1)),
     "rnn_batch_first": Case(RNN, recurrent(TANH, True), STATES, weights(1)),
     "lstm_cell": Case(LSTM_CELL, lstm_cell, ((D,), (D,)), ((D, 4 * D), *[(4 * D,)] * 2)),

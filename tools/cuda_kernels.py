@@ -350,37 +350,25 @@ def check_rnn(x: Tensor, w: list[Tensor], h: Tensor, c: Tensor | None, size: int
 
 @kernel("_cudnn_rnn")
 def rnn(x, w, stride, buf, h, c, mode, size, proj, layers, batch_first, p, train, both, lengths, state):
-    """One layer and direction: the CPU's fused LSTM, or the plain recurrence written out.
-
-    The fused LSTM runs in single precision, as not each CPU has it in half precision.
-    """
+    """One layer and direction, written out; the reserve holds what each step returns: an LSTM's cell and gates, too."""
     check_rnn(x, w, h, c, size, batch_first)
-    assert train and layers == 1 and not both
-    x = (x.transpose(0, 1) if batch_first else x).contiguous()
-    if mode == LSTM:
-        with torch.enable_grad():  # without it the reserve is empty
-            given = [t.float() for t in (x, *w, h[0], c[0])]
-            y, hy, cell, workspace = aten.mkldnn_rnn_layer(
-                *given, False, lengths, mode, size, 1, True, False, False, True
-            )
-        reserve = torch.cat([cell.flatten().view(torch.uint8), workspace])
-        y, hy, cy = y.to(x.dtype), hy.to(x.dtype), cell.to(x.dtype)
-    else:
-        assert c is None
-        steps = [h[0]]
-        for step in x:
-            steps.append(torch.tanh(step @ w[0].mT + steps[-1] @ w[1].mT + w[2] + w[3]))
-        y, hy, cy = torch.stack(steps[1:]), steps[-1], x.new_empty(0)
-        reserve = torch.stack(steps).view(torch.uint8)
-    if p > 0:
-        y = y * drawn(y, p)
-    y, cy = y.transpose(0, 1) if batch_first else y, cy if c is None else cy[None]
-    return y, hy[None], cy, reserve, torch.cat([v.flatten() for v in w])
+    assert train and layers == 1 and not both and (c is None) == (mode != LSTM)
+    w_in, w_state, *biases = map(wide, w)
+    first = wide(h[0])
+    steps = [(first,) if c is None else (first, wide(c[0]), first.new_zeros(len(first), 4 * size))]
+    for now in wide(x).unbind(1 if batch_first else 0):
+        a, b = now @ w_in.mT, steps[-1][0] @ w_state.mT
+        steps.append((torch.tanh(a + b + sum(biases)),) if c is None else lstm_cell(a, b, steps[-1][1], *biases))
+    y = torch.stack([step[0] for step in steps[1:]])
+    y = (y * drawn(y, p) if p > 0 else y).to(x.dtype)
+    hy, cy = steps[-1][0].to(x.dtype)[None], x.new_empty(0) if c is None else steps[-1][1].to(x.dtype)[None]
+    reserve = torch.stack([torch.cat(step, 1) for step in steps]).view(torch.uint8)
+    return y.transpose(0, 1) if batch_first else y, hy, cy, reserve, torch.cat([v.flatten() for v in w])
 
 
 @kernel("_cudnn_rnn_backward")
 def rnn_backward(x, w, stride, buf, h, c, y, gy, gh, gc, mode, size, proj, layers, batch_first, p, *rest):
-    train, _, lengths, _, reserve, _ = rest
+    train, _, _, _, reserve, _ = rest
     check_rnn(x, w, h, c, size, batch_first)
     assert train, "cudnn RNN backward can only be called in training mode"
     assert buf.numel() == sum(v.numel() for v in w)
@@ -388,28 +376,25 @@ def rnn_backward(x, w, stride, buf, h, c, y, gy, gh, gc, mode, size, proj, layer
         x, y, gy = (None if t is None else t.transpose(0, 1) for t in (x, y, gy))
     assert y.shape == (*x.shape[:2], size) and y.is_contiguous(), "the output is read from its pointer"
     gy = torch.zeros_like(y) if gy is None else gy
-    gh = torch.zeros_like(h) if gh is None else gh
-    if p > 0:
-        gy = gy * drawn(y, p)
-    x = x.contiguous()
-    if mode == LSTM:
-        gc = torch.zeros_like(c) if gc is None else gc
-        bytes_ = c.numel() * torch.float32.itemsize
-        cell, workspace = reserve[:bytes_].view(torch.float32).view(c[0].shape), reserve[bytes_:].clone()
-        given = [t.float() for t in (x, *w, h[0], c[0], y, y[-1], cell, gy, gh[0], gc[0])]
-        settings = False, mode, size, 1, True, True, False, lengths, False, workspace
-        dx, *dw, dh, dc = (t.to(x.dtype) for t in aten.mkldnn_rnn_layer_backward(*given, *settings))
-        dc = dc[None]
-    else:
-        steps, carry, dc = reserve.view(x.dtype).view(len(x) + 1, *h.shape[1:]), gh[0], None
-        before: list[Tensor] = []
-        for t in reversed(range(len(x))):
-            before.insert(0, (gy[t] + carry) * (1 - steps[t + 1] ** 2))
-            carry = before[0] @ w[1]
-        d = torch.stack(before)
-        dx, dh, bias = d @ w[0], carry, d.sum((0, 1))
-        dw = [d.flatten(0, 1).mT @ x.flatten(0, 1), d.flatten(0, 1).mT @ steps[:-1].flatten(0, 1), bias, bias.clone()]
-    return dx.transpose(0, 1) if batch_first else dx, dh[None], dc, dw
+    gy = gy * drawn(y, p) if p > 0 else gy
+    gh, gc = (None if s is None else wide(torch.zeros_like(s) if g is None else g)[0] for s, g in ((h, gh), (c, gc)))
+    steps = reserve.view(gh.dtype).view(len(x) + 1, len(gh), -1)
+    hs, *more = steps.split([size] if gc is None else [size, size, 4 * size], -1)
+    before: list[Tensor] = []
+    for t in reversed(range(len(x))):
+        gh = gh + gy[t]
+        if gc is None:
+            before.insert(0, gh * (1 - hs[t + 1] ** 2))
+        else:
+            cs, gates = more
+            d, gc, _ = lstm_cell_backward(gh, gc, cs[t], cs[t + 1], gates[t + 1], False)
+            before.insert(0, d)
+        gh = before[0] @ wide(w[1])
+    d = torch.cat(before)
+    dx = (d @ wide(w[0])).view(x.shape)
+    dw = [d.mT @ wide(x).flatten(0, 1), d.mT @ hs[:-1].flatten(0, 1), *(d.sum(0) for _ in w[2:])]
+    grads = dx.transpose(0, 1) if batch_first else dx, gh[None], None if gc is None else gc[None]
+    return *(None if g is None else g.to(x.dtype) for g in grads), [g.to(x.dtype) for g in dw]
 
 
 @kernel("_thnn_fused_lstm_cell")

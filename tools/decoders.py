@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from families import torchvision_models
+from families import configured
 from rowprop.cost.flops import count_flops
 from zoo import Backward
 
@@ -71,13 +71,9 @@ class Decoder:
 
 @cache
 def _made(type_: str, attention: str, dtype: torch.dtype, config: tuple[tuple[str, Any], ...]) -> nn.Module:
-    torchvision_models()  # imported by transformers where it is there
-    import transformers
-
     torch.manual_seed(0)
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in config}
-    made = transformers.AutoConfig.for_model(type_, **options)
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation=attention).to(dtype).train()
+    model = configured(type_, "AutoModelForCausalLM", attention, **options).to(dtype).train()
     with torch.no_grad():
         for parameter in model.parameters():  # attention hardly matters in models that start as small as they do
             parameter.add_(torch.randn_like(parameter), alpha=0.1 if parameter.ndim > 1 else 0.05)

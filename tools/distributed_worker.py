@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -46,27 +46,30 @@ WRAPPERS = ("ddp", "fsdp")
 ENGINES = ("sliced", "masked", "recompute")
 
 Batch = tuple[Tensor, Tensor]
-Figures = dict[str, float]
-CHECKS: list[Callable[[], Figures]] = []
+Figures = Iterator[tuple[str, float]]
+Check = Callable[[], Figures | None]
+CHECKS: list[Check] = []
 
 
-def check(function: Callable[[], Figures]) -> Callable[[], Figures]:
+def check(function: Check) -> Check:
     CHECKS.append(function)
     return function
 
 
 class Net(nn.Module):
-    """A block of attention between two layers; three tokens a row, four classes."""
+    """A block of attention between two layers; three tokens a row, four classes of the row or of each token."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, *, tokens: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.tokens = tokens
         self.inner = nn.Linear(5, 8, dtype=dtype)
         self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=dtype)
         self.outer = nn.Linear(8, 4, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.block(self.inner(x)).mean(1))
+        h = self.block(self.inner(x))
+        return self.outer(h if self.tokens else h.mean(1))
 
 
 def losses_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -224,7 +227,7 @@ SELECTIONS = {
 @check
 def gradients() -> Figures:
     """The step: every wrapper, engine and way to select; rows spread over the ranks, or all on one of them."""
-    figures, rank = {}, dist.get_rank()
+    rank = dist.get_rank()
     ways = itertools.product(WRAPPERS, ENGINES if world() == 2 else ENGINES[:1], SELECTIONS, (None, world() - 1))
     for wrapper, engine, name, hard in ways:
         selector, ranks, union = SELECTIONS[name]
@@ -241,10 +244,9 @@ def gradients() -> Figures:
         losses = [losses_of(Net(), part).detach() for part in parts]
         torch.testing.assert_close(record.loss_all, torch.cat(losses).mean())
         torch.testing.assert_close(averaged(loss), union(losses))
-        expected = truth(lambda net, union=union, parts=parts: union([losses_of(net, p) for p in parts]))
+        expected = truth(lambda net: union([losses_of(net, part) for part in parts]))
         where = "spread" if hard is None else "on one rank"
-        figures[f"{wrapper}, {engine}, {name}, {where}"] = difference(grads_of(model), expected)
-    return figures
+        yield f"{wrapper}, {engine}, {name}, {where}", difference(grads_of(model), expected)
 
 
 @check
@@ -260,81 +262,43 @@ def compiled() -> Figures:
         "ddp compiled": lambda: compile_model(wrapped("ddp", Net())),
         "fsdp2 compiled": lambda: compile_model(wrapped("fsdp2", Net())),
     }
-    figures, parts = {}, batch_of(1)
+    parts = batch_of(1)
     expected = truth(lambda net: top_of_all([losses_of(net, part) for part in parts]))
     for name, make in makers.items() if world() == 2 else ():
         model = make()
         with rowprop.watch() as report:
             backpropagated(step_of(model, rowprop.TopK(0.25), engine="sliced")(parts[dist.get_rank()]))
         assert report.sliced and not report.densified, f"{name}: {report}"
-        figures[name] = difference(grads_of(model), expected)
-    return figures
-
-
-@check
-def by_hand() -> Figures:
-    """The same without the step: ``pick`` with ``mean``."""
-    figures, rank, parts = {}, dist.get_rank(), batch_of(2)
-    ranks = range(world())
-    kept = {f"{few} and more": [min(few + 2 * r, SIZES[world()][r]) for r in ranks] for few in (0, 1)}
-    kept["one of all"] = [int(r == 0) for r in ranks]  # red when the count of all ranks is clamped to their number
-    for wrapper, (name, counts) in itertools.product(WRAPPERS, kept.items()):
-        model = wrapped(wrapper, Net())
-        loss = mean(rowprop.pick(losses_of(model, parts[rank]), torch.arange(counts[rank])))
-        loss.backward()
-
-        def union(net: nn.Module, counts: list[int] = counts) -> Tensor:
-            return torch.cat([losses_of(net, part)[:k] for part, k in zip(parts, counts, strict=True)]).mean()
-
-        torch.testing.assert_close(averaged(loss), union(Net()).detach())
-        figures[f"{wrapper}, mean, {name}"] = difference(grads_of(model), truth(union))
-
-    nothing = mean(torch.zeros(0, requires_grad=True))
-    assert nothing.item() == 0
-    nothing.backward()
-    return figures
+        yield name, difference(grads_of(model), expected)
 
 
 @check
 def accumulation() -> Figures:
-    """Micro-batches without synchronisation but for the last; and a quota that all ranks fill together."""
-    figures, rank = {}, dist.get_rank()
-    batches = [batch_of(seed, hard=seed % 2 if seed else None) for seed in range(3)]
-    for wrapper in WRAPPERS:
-        model = wrapped(wrapper, Net())
-        selective = step_of(model, rowprop.TopK(0.25))
-        for parts in batches:
-            with synchronising(model, parts is batches[-1]):
-                (selective(parts[rank])[0] / len(batches)).backward()
-        expected = truth(lambda net: torch.stack([top_of_all([losses_of(net, whole(p))]) for p in batches]).mean())
-        figures[f"{wrapper}, micro-batches"] = difference(grads_of(model), expected)
-
-        for engine in ENGINES if world() == 2 else ENGINES[:1]:
-            model, alone = wrapped(wrapper, Net()), Net()
-            ours = step_of(model, rowprop.TopK(0.25), engine=engine, accumulate_to=7)
-            theirs = rowprop.SelectiveBackprop(alone, losses_of, rowprop.TopK(0.25), engine="masked", accumulate_to=7)
-            ready = worst = 0.0
-            for seed in range(4):
-                parts = batch_of(10 + seed, hard=0 if seed == 1 else None)
-                (loss, record), (loss_alone, alone_record) = ours(parts[rank]), theirs(whole(parts))
-                assert record.ready == alone_record.ready
-                assert record.contributed == alone_record.contributed
-                if wrapper == "fsdp":
-                    model.set_requires_gradient_sync(record.ready)
-                loss.backward()
-                loss_alone.backward()
-                if record.ready:
-                    ready += 1
-                    worst = max(worst, difference(grads_of(model), grads_of(alone)))
-                    model.zero_grad()
-                    alone.zero_grad()
-            assert ready >= 2
-            figures[f"{wrapper}, {engine}, quota"] = worst
-    return figures
+    """A quota that all ranks fill together, in micro-batches without synchronisation but for the last."""
+    rank = dist.get_rank()
+    for wrapper, engine in itertools.product(WRAPPERS, ENGINES if world() == 2 else ENGINES[:1]):
+        model, alone = wrapped(wrapper, Net()), Net()
+        ours = step_of(model, rowprop.TopK(0.25), engine=engine, accumulate_to=7)
+        theirs = rowprop.SelectiveBackprop(alone, losses_of, rowprop.TopK(0.25), engine="masked", accumulate_to=7)
+        ready = worst = 0.0
+        for seed in range(4):
+            parts = batch_of(10 + seed, hard=0 if seed == 1 else None)
+            _, alone_record = backpropagated(theirs(whole(parts)))
+            with synchronising(model, alone_record.ready):
+                _, record = backpropagated(ours(parts[rank]))
+            assert record.ready == alone_record.ready
+            assert record.contributed == alone_record.contributed
+            if record.ready:
+                ready += 1
+                worst = max(worst, difference(grads_of(model), grads_of(alone)))
+                model.zero_grad()
+                alone.zero_grad()
+        assert ready >= 2
+        yield f"{wrapper}, {engine}, quota", worst
 
 
 @check
-def draws() -> Figures:
+def draws() -> None:
     """A global draw follows the seed of the first rank alone; a local draw follows the seed of its rank."""
     rank, sizes = dist.get_rank(), SIZES[world()]
 
@@ -348,11 +312,10 @@ def draws() -> Figures:
     local = everyones(drawn(0.25, 64, 100 + rank, Local().select))
     assert all(torch.equal(rows, drawn(0.25, 64, 100 + other)) for other, rows in enumerate(local))
     assert len({tuple(rows.tolist()) for rows in local}) == world()
-    return {}
 
 
 @check
-def histories() -> Figures:
+def histories() -> None:
     """Ranks end with the newest entry of each row, and draw alike from what each of them learned.
 
     Red when: the largest loss counts instead of the latest, synchronising twice adds the counts twice, or the sampler
@@ -425,7 +388,6 @@ def histories() -> Figures:
             assert sorted({*drawn_rows}) == weights.nonzero().squeeze(1).tolist()
             assert len(drawn_rows) - len({*drawn_rows}) < world()  # the rows that fill up
             history.update(*by_rank[rank])
-    return {}
 
 
 @check
@@ -468,21 +430,20 @@ def policies() -> Figures:
     values[last][:] = torch.nan
     refuses(lambda: step(Global(), top, nonfinite="drop"), f"All rows of rank {last}")
 
-    parts, figures = batch_of(3), {}  # outside of the schedule, every row of an uneven batch counts alike
+    parts = batch_of(3)  # outside of the schedule, every row of an uneven batch counts alike
     expected = truth(lambda net: losses_of(net, whole(parts)).mean())
     for name, ranks, options in (("local", Local(), {}), ("global", Global(), {"engine": "recompute"})):
         model = wrapped("ddp", Net())
         whole_batch = step_of(model, top, ranks, schedule=rowprop.schedule.Schedule(), total_steps=9, **options)
         _, record = backpropagated(whole_batch(parts[rank]))
         assert record.kept_by_rank == SIZES[world()]
-        figures[f"whole batches, {name}"] = difference(grads_of(model), expected)
-    return figures
+        yield f"whole batches, {name}", difference(grads_of(model), expected)
 
 
 @check
 def ids_and_classes() -> Figures:
     """Ids and classes are gathered with the scores: the ranks select as one process with all rows does."""
-    figures, rank, sizes = {}, dist.get_rank(), SIZES[world()]
+    rank, sizes = dist.get_rank(), SIZES[world()]
     parts = batch_of(6)
     everyone = sum(sizes)
     irreducible = torch.rand(2 * everyone, generator=torch.Generator().manual_seed(8))
@@ -503,7 +464,7 @@ def ids_and_classes() -> Figures:
         assert together.tolist() == record_alone.selection.rows.tolist(), name
         weights = torch.cat(everyones(record.selection.weights)) / world()
         torch.testing.assert_close(weights, record_alone.selection.weights)
-        figures[name] = difference(grads_of(model), grads_of(alone))
+        yield name, difference(grads_of(model), grads_of(alone))
 
     step = step_of(Shift(), rowprop.TopK(0.5), losses_fn=given_losses)
     for field in ("ids", "classes"):  # of the last rank alone: refused everywhere, and nobody waits
@@ -515,14 +476,6 @@ def ids_and_classes() -> Figures:
 
     # Without them, the first rank cannot select, and says why.
     refuses_on(0, lambda: Global().select(PerClass(rowprop.TopK(0.5)), torch.arange(4.0)))
-    return figures
-
-
-class TokenNet(Net):
-    """The same with four classes for each token."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.block(self.inner(x)))
 
 
 def token_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -532,7 +485,7 @@ def token_losses(model: nn.Module, batch: Batch) -> Tensor:
 @check
 def tokens() -> Figures:
     """Steps on tokens: ranks with other numbers of tokens that count, and one on which none counts."""
-    figures, rank = {}, dist.get_rank()
+    rank = dist.get_rank()
     generator = torch.Generator().manual_seed(12)
     parts = [(x, torch.randint(4, x.shape[:2], generator=generator)) for x, _ in batch_of(11)]
     some = [torch.rand(y.shape, generator=generator) < 0.7 for _, y in parts]
@@ -541,16 +494,16 @@ def tokens() -> Figures:
     for wrapper, (name, counted), options, (ranks, selector, kept_of) in itertools.product(
         WRAPPERS, masks.items(), ({}, {"nonfinite": "drop"}), ways
     ):
-        net = TokenNet()
+        net = Net(tokens=True)
         losses = [token_losses(net, part)[mask] for part, mask in zip(parts, counted, strict=True)]
         kept = kept_of(losses)
         kept.mean().backward()
-        model = wrapped(wrapper, TokenNet())
+        model = wrapped(wrapper, Net(tokens=True))
         step = step_of(model, selector, ranks, token_losses, unit="token", engine="sliced", **options)
         _, record = backpropagated(step(parts[rank], counted=counted[rank]))
         what = f"{wrapper}, {type(ranks).__name__}, {name}{', drop' * bool(options)}"
-        figures[what] = difference(grads_of(model), grads_of(net))
-        figures[f"{what}, loss of all"] = abs(float(record.loss_all - torch.cat(losses).mean().detach()))
+        yield what, difference(grads_of(model), grads_of(net))
+        yield f"{what}, loss of all", abs(float(record.loss_all - torch.cat(losses).mean().detach()))
         assert sum(record.kept_by_rank) == len(kept)
         assert record.num_rows == int(counted[rank].sum())
 
@@ -564,7 +517,6 @@ def tokens() -> Figures:
     for ranks in (Global(), Local()):
         loss, record = tokenwise(ranks=ranks)(torch.rand(2, 3), counted=torch.zeros(2, 3, dtype=torch.bool))
         assert float(loss.detach()) == 0 and sum(record.kept_by_rank) == 0 and record.loss_all.isnan()
-    return figures
 
 
 def checkpointed() -> Decoder:
@@ -585,12 +537,17 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
 
 @check
 def masks_of_tokens() -> Figures:
-    """``pick`` with masks, exact and cut: other counts on each rank, and none on the last; two micro-batches."""
-    figures, rank = {}, dist.get_rank()
+    """``pick`` and ``mean`` without the step, with masks, exact and cut: other counts on each rank; two micro-batches.
+
+    Red when: the count of all ranks is clamped to their number ("one of all").
+    """
+    rank = dist.get_rank()
     generator = torch.Generator().manual_seed(13)
     parts = [tuple(torch.randint(50, (2, size, 6), generator=generator)) for size in SIZES[world()]]
     uneven = [torch.rand(y.shape, generator=generator) < 0.3 + 0.1 * place for place, (_, y) in enumerate(parts)]
-    masks = {"uneven": uneven, "none on the last rank": [*uneven[:-1], torch.zeros_like(uneven[-1])]}
+    one, *none = (torch.zeros_like(mask) for mask in uneven)
+    one[0, 2] = True
+    masks = {"uneven": uneven, "none on the last rank": [*uneven[:-1], none[-1]], "one of all": [one, *none]}
     for (wrapper, make), (name, kept), attention in itertools.product(
         DECODERS.items(), masks.items(), ("exact", "cut")
     ):
@@ -608,14 +565,17 @@ def masks_of_tokens() -> Figures:
                     mean(picked).backward()
         assert report.sliced and (attention == "exact" or not report.densified), report
         torch.testing.assert_close(averaged(mean(picked)), losses.mean().detach())
-        figures[f"{wrapper}, {name}, {attention}"] = difference([g / micros for g in grads_of(model)], grads_of(net))
+        yield f"{wrapper}, {name}, {attention}", difference([g / micros for g in grads_of(model)], grads_of(net))
         # Each rank's own mean counts by its share of the kept tokens.
         model = make()
         own = rowprop.pick(token_losses(model, parts[rank]), kept[rank], attention=attention)
         share = world() * own.numel() / sum(int(of.sum()) for of in kept)
         (own.sum() / max(1, own.numel()) * share).backward()
-        figures[f"{wrapper}, {name}, {attention}, by shares"] = difference(grads_of(model), grads_of(net))
-    return figures
+        yield f"{wrapper}, {name}, {attention}, by shares", difference(grads_of(model), grads_of(net))
+
+    nothing = mean(torch.zeros(0, requires_grad=True))
+    assert nothing.item() == 0
+    nothing.backward()
 
 
 @check
@@ -624,7 +584,7 @@ def facts() -> Figures:
 
     Red when: `chosen.even` is dropped from the choice of the parts.
     """
-    figures, rank, sizes = {}, dist.get_rank(), SIZES[world()]
+    rank, sizes = dist.get_rank(), SIZES[world()]
     values = [torch.arange(1.0, size + 1) ** (2 + other) for other, size in enumerate(sizes)]
     own = Context(generator=torch.Generator().manual_seed(rank))
 
@@ -633,7 +593,7 @@ def facts() -> Figures:
     assert not Local().select(rowprop.selection.AboveMean(), values[rank]).unbiased
     expected = sum(values[r][rows].mean() * sizes[r] for r, rows in enumerate(everyones(drawn.rows))) / sum(sizes)
     averaged_sum = averaged((values[rank][drawn.rows] * drawn.weights).sum())
-    figures["1/K and unbiased"] = float((averaged_sum / expected - 1).abs())
+    yield "1/K and unbiased", float((averaged_sum / expected - 1).abs())
     assert Global().select(rowprop.RandomRows(0.5), values[rank], own).unbiased
     assert not Global().select(rowprop.TopK(0.5), values[rank]).unbiased
 
@@ -643,14 +603,13 @@ def facts() -> Figures:
     classes = [part for all_rows in values for part in (all_rows[::2], all_rows[1::2])]
     hardest = [part.topk(-(-len(part) // 3)).values.mean() * len(part) for part in classes]  # a third of each class
     averaged_sum = averaged((values[rank][by_class.rows] * by_class.weights).sum())
-    figures["of classes"] = float((averaged_sum / (sum(hardest) / sum(sizes)) - 1).abs())
+    yield "of classes", float((averaged_sum / (sum(hardest) / sum(sizes)) - 1).abs())
 
     quota = partial(rowprop.SelectiveBackprop, Shift(), given_losses, accumulate_to=5)
     for ranks in (Local(), Global()):  # a quota takes weights of 1/K and refuses all others
         for selector in (rowprop.RandomRows(0.5), rowprop.TopK(0.5)):
             assert sum(quota(selector, ranks=ranks)(values[rank])[1].kept_by_rank) == 5
         refuses(lambda: quota(over_all, ranks=ranks)(values[rank]), "a selection with weights of its own")
-    return figures
 
 
 def normed() -> nn.Module:
@@ -668,7 +627,7 @@ def batch_for_normed() -> list[Batch]:
 @check
 def batchnorm() -> Figures:
     """Statistics are each rank's own, as always under DDP; a rank that keeps nothing has rows to normalise."""
-    figures, rank, hard = {}, dist.get_rank(), batch_for_normed()
+    rank, hard = dist.get_rank(), batch_for_normed()
     for name, engine in {"sliced": Sliced("exact"), "masked": "masked", "recompute": "recompute"}.items():
         model = wrapped("ddp", normed())
         _, record = backpropagated(step_of(model, rowprop.TopK(0.15), engine=engine)(hard[rank]))
@@ -679,8 +638,7 @@ def batchnorm() -> Figures:
             losses_of(net, (hard[0][0][kept], hard[0][1][kept])).mean().backward()
         else:
             torch.cat([losses_of(net, part) for part in hard]).topk(sum(record.kept_by_rank)).values.mean().backward()
-        figures[name] = difference(grads_of(model), grads_of(net))
-    return figures
+        yield name, difference(grads_of(model), grads_of(net))
 
 
 @check
@@ -697,24 +655,23 @@ def stale_scores() -> Figures:
     for _ in range(3):
         selective(part, ids=ids)[0].backward()
     grads = torch.cat([grad.flatten() for grad in grads_of(model)])
-    return {"gradients between ranks": max(float((grads - other).abs().max()) for other in everyones(grads))}
+    yield "gradients between ranks", max(float((grads - other).abs().max()) for other in everyones(grads))
 
 
 def sync_batchnorm() -> Figures:
     """One process's statistics, and its gradient."""
-    figures, parts, device = {}, batch_for_normed(), f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
+    parts, device = batch_for_normed(), f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
     x, y = (each.to(device) for each in parts[dist.get_rank()])
     for name, engine in {"sliced": Sliced("exact"), "masked": "masked"}.items():
         model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(normed()).to(device))
         _, record = backpropagated(step_of(model, rowprop.TopK(0.15), engine=engine)((x, y)))
         net = normed()
         losses_of(net, whole(parts)).topk(sum(record.kept_by_rank)).values.mean().backward()
-        figures[name] = difference([grad.cpu() for grad in grads_of(model)], grads_of(net))
-    return figures
+        yield name, difference([grad.cpu() for grad in grads_of(model)], grads_of(net))
 
 
 @check
-def groups() -> Figures:
+def groups() -> None:
     """A group of one's own, a mesh, and the refusals."""
     rank = dist.get_rank()
     scores = torch.tensor([1.0, 2.0]) + rank
@@ -742,13 +699,12 @@ def groups() -> Figures:
     with Join([model]):
         refuses(lambda: selective(batch_of(5)[rank]), "inside Join", "UnsupportedOperation")
         losses_of(model, batch_of(5)[rank]).sum().backward()
-    return {}
 
 
 @check
 def zeros() -> Figures:
     """Ranks have different rows alive, and rank 0 none; each takes its part in every collective."""
-    found, rank = {}, dist.get_rank()
+    rank = dist.get_rank()
     mine = batch_of(37, dtype=torch.float64)[rank]
 
     def alive(model: nn.Module) -> Tensor:
@@ -759,9 +715,8 @@ def zeros() -> Figures:
         model = wrapped(wrapper, Net(torch.float64))
         handle = rowprop.skip_zeros(model if place == "model" else inside(model).block)
         alive(model).backward()
-        found[f"{wrapper} at the {place}, float64"] = difference(grads_of(model), means)
+        yield f"{wrapper} at the {place}, float64", difference(grads_of(model), means)
         assert handle.record is not None and handle.record.live == (rank if place == "model" else 3 * rank)
-    return found
 
 
 def thinned_step(model: nn.Module, **settings: Any) -> rowprop.thinning.Thinning:
@@ -771,7 +726,7 @@ def thinned_step(model: nn.Module, **settings: Any) -> rowprop.thinning.Thinning
 @check
 def thinned() -> Figures:
     """Each rank thins its own rows; the ranks' gradient is the mean of those that each draws alone, drawn alike."""
-    found, rank = {}, dist.get_rank()
+    rank = dist.get_rank()
     mine = batch_of(23, dtype=torch.float64)[rank]
 
     def drawn(model: nn.Module, wrap: Any = lambda model: model) -> list[Tensor]:
@@ -786,9 +741,8 @@ def thinned() -> Figures:
     assert not torch.equal(alone[0], truth(lambda net: losses_of(net, mine).mean(), torch.float64)[0])
     means = [averaged(grad) for grad in alone]
     for wrapper in WRAPPERS:
-        found[f"{wrapper}, float64"] = difference(drawn(wrapped(wrapper, Net(torch.float64))), means)
-    found["wrapped after thin, float64"] = difference(drawn(Net(torch.float64), wrap=sharded), means)
-    return found
+        yield f"{wrapper}, float64", difference(drawn(wrapped(wrapper, Net(torch.float64))), means)
+    yield "wrapped after thin, float64", difference(drawn(Net(torch.float64), wrap=sharded), means)
 
 
 @check
@@ -803,13 +757,13 @@ def thinned_apart() -> Figures:
         drawn += [grad.flatten() for grad in grads_of(model)]
     every = everyones(torch.cat(drawn))
     alike = sum(torch.equal(one, other) for one, other in itertools.combinations(every, 2))
-    return {"pairs of ranks that draw alike": float(alike)}
+    yield "pairs of ranks that draw alike", float(alike)
 
 
 @check
 def thinned_and_measured() -> Figures:
     """A measurement is a rank's own, and leaves its gradient as it is."""
-    found, mine = {}, batch_of(29, dtype=torch.float64)[dist.get_rank()]
+    mine = batch_of(29, dtype=torch.float64)[dist.get_rank()]
     expected = [averaged(grad) for grad in truth(lambda net: losses_of(net, mine).mean(), torch.float64)]
     for wrapper in WRAPPERS:
         model = wrapped(wrapper, Net(torch.float64))
@@ -820,14 +774,13 @@ def thinned_and_measured() -> Figures:
             handle._control.begun = number
             model.zero_grad()
             losses_of(model, mine).mean().backward()
-        found[f"{wrapper}, float64"] = difference(grads_of(model), expected)
+        yield f"{wrapper}, float64", difference(grads_of(model), expected)
         handle.state_dict()
         few = len(mine[0]) < 4  # three quarters of so few rows may be all: then it learns nothing
         assert handle._control.measured == (0 if few else 2)
-    return found
 
 
-GPU_CHECKS = [sync_batchnorm]
+GPU_CHECKS: list[Check] = [sync_batchnorm]
 
 
 def left_alone(cause: str) -> None:
@@ -843,12 +796,12 @@ def left_alone(cause: str) -> None:
     print("not reached")
 
 
-def measured(checks: list[Callable[[], Figures]], folder: Path) -> None:
+def measured(checks: list[Check], folder: Path) -> None:
     """The figures of each check, up to the first that failed: after that the ranks no longer run in step."""
-    found: dict[str, Figures | str] = {}
+    found: dict[str, dict[str, float] | str] = {}
     for function in checks:
         try:
-            found[function.__name__] = function()
+            found[function.__name__] = dict(function() or ())
         except Exception:
             traceback.print_exc()
             found[function.__name__] = traceback.format_exc()

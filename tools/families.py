@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo import Batch, C, Entry, Losses, N, T, V, classify, frozen, image, language, vectors
+from zoo import Batch, C, Entry, Losses, N, Net, T, V, classify, frozen, image, language, vectors
 
 TORCHVISION: list[Entry] = []
 TIMM: list[Entry] = []
@@ -238,15 +239,15 @@ image_model("Sequencer", "sequencer2d_s", 32, share=1.3, **sequencer)
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 
-class Logits(nn.Module):
-    """A model of transformers, called by the names of its inputs; it returns one tensor of its output."""
+def configured(type_: str, head: str, attention: str, experts: str | None = None, **config: Any) -> Any:
+    """A model type of transformers, under one of its ``AutoModel`` heads."""
+    if find_spec("torchvision"):
+        torchvision_models()  # transformers imports it
+    import transformers
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], output: str = "logits") -> None:
-        super().__init__()
-        self.model, self.names, self.output = model, names, output
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.model(**dict(zip(self.names, inputs, strict=True)))[self.output]
+    made = transformers.AutoConfig.for_model(type_, **config)
+    made._experts_implementation = experts
+    return getattr(transformers, head).from_config(made, attn_implementation=attention)
 
 
 def pretrained(
@@ -262,20 +263,17 @@ def pretrained(
     output: str = "logits",
     **config: Any,
 ) -> None:
-    """Enter a model type of transformers under one of its ``AutoModel`` heads.
+    """Enter a model type of transformers under one of its ``AutoModel`` heads, called by the names of its inputs.
 
     One that returns logits of a row, or of each word, is of the table of rows; one of each word of the table of tokens,
     as is one that returns anything else.
     """
 
-    def build() -> nn.Module:
-        torchvision_models()  # imported by transformers where it is there
-        import transformers
+    def forward(net: Any, *inputs: Tensor) -> Tensor:
+        return net.model(**dict(zip(names, inputs, strict=True)))[output]
 
-        made = transformers.AutoConfig.for_model(type_, **config)
-        made._experts_implementation = experts
-        model = getattr(transformers, head).from_config(made, attn_implementation=attention)
-        return Logits(alive(model.train()), names, output)
+    def build() -> nn.Module:
+        return Net(forward, model=alive(configured(type_, head, attention, experts, **config).train()))
 
     name = f"{family}, {attention}" + (f", {experts} experts" if experts else "")
     entry = Entry("transformers", name, build, batch, losses, densifies)

@@ -32,13 +32,13 @@ def line(entry: Entry) -> tuple[str, float]:
     return f"| {' | '.join(cells)} |", ratio
 
 
-def tables(lines: list[str]) -> list[str]:
+def tables(lines: list[str]) -> str:
     """The lines of all models, a table for each package."""
-    found: list[str] = []
+    text = ""
     for package, part in groupby(zip(ENTRIES, lines, strict=True), lambda pair: pair[0].kind):
-        found += [f"## {package}", "", "| model | error, float32 | error, float64 | FLOPs |", "|---|---|---|---|"]
-        found += [*(text for _, text in part), ""]
-    return found
+        text += f"## {package}\n\n| model | error, float32 | error, float64 | FLOPs |\n|---|---|---|---|\n"
+        text += "".join(f"{line}\n" for _, line in part) + "\n"
+    return text
 
 
 def worst(errors: dict[str, float]) -> str:
@@ -80,58 +80,50 @@ def page() -> str:
     within = [ratio <= LIMIT for _, ratio in lines]
     images = len(TORCHVISION + TIMM)
     single = " and ".join(name for name, how in SINGLE.items() if how != "only")
-    return "\n".join(
-        [
-            "# Model families",
-            "",
-            f"**At most {LIMIT:.2f} of the FLOPs: {sum(within[:images])} of {images} models from torchvision and timm,",
-            f"{sum(within[images:])} of {len(TRANSFORMERS)} from transformers.** A model above that names its reason.",
-            "",
-            f"Written by `nox -s families -- --page` with {versions}, on the CPU.",
-            "",
-            "The models are tiny configurations with random weights and with BatchNorm on running statistics.",
-            f"Of 8 rows {8 * KEEP:.0f} are picked. *Error* is the largest difference between any parameter's gradient",
-            "and that of plain indexing, relative to the gradient's largest entry (at least a hundredth of the model's",
-            "largest). *FLOPs* are the FLOPs of the backward that really ran, over those of the full backward. Models",
-            'with BatchNorm are tested in training mode as well, with `batchnorm="exact"`.',
-            f"Parts of {single} run in float32 whatever the dtype.",
-            "`nox -s torchvision` tries torchvision's own models at their own width and depth",
-            "([errors and FLOPs](../benchmarks/results/2026-11-25-torchvision-cpu.md)).",
-            "",
-            *tables([text for text, _ in lines]),
-            *tokens(),
-            "",
-        ]
-    )
+    return f"""# Model families
+
+**At most {LIMIT:.2f} of the FLOPs: {sum(within[:images])} of {images} models from torchvision and timm,
+{sum(within[images:])} of {len(TRANSFORMERS)} from transformers.** A model above that names its reason.
+
+Written by `nox -s families -- --page` with {versions}, on the CPU.
+
+The models are tiny configurations with random weights and with BatchNorm on running statistics.
+Of 8 rows {8 * KEEP:.0f} are picked. *Error* is the largest difference between any parameter's gradient
+and that of plain indexing, relative to the gradient's largest entry (at least a hundredth of the model's
+largest). *FLOPs* are the FLOPs of the backward that really ran, over those of the full backward. Models
+with BatchNorm are tested in training mode as well, with `batchnorm="exact"`.
+Parts of {single} run in float32 whatever the dtype.
+`nox -s torchvision` tries torchvision's own models at their own width and depth
+([errors and FLOPs](../benchmarks/results/2026-11-25-torchvision-cpu.md)).
+
+{tables([text for text, _ in lines])}{tokens()}"""
 
 
-def tokens() -> list[str]:
+def tokens() -> str:
+    sizes = f"{decoders.N} sequences of {decoders.T} tokens, {decoders.LAYERS} layers of width {decoders.WIDTH}"
     shares = ", ".join(f"{keep_of(MASKS[mask]):.2f}" for mask in SOME)
-    cut = "cut, error | cut, over keep"
-    return [
-        "## Tokens of decoders",
-        "",
-        f"Here tokens are kept: {decoders.N} sequences of {decoders.T} tokens, {decoders.LAYERS} layers of width "
-        f"{decoders.WIDTH}, a vocabulary of {decoders.V}, and the usual",
-        f"shift between logits and labels. Each figure is the worst of three masks, which keep {shares}",
-        "of the losses: random tokens; very different numbers in each sequence, none in some; answers behind prompts",
-        "of different lengths.",
-        "",
-        "* *float32*, *float64*: the error against `losses[mask]`, with exact attention.",
-        "* *over reachable*: FLOPs over those of the part of the backward that the kept tokens' gradient can reach,",
-        "  computed from the sizes of the modules: the head and the last layer at kept tokens; the last layer's keys",
-        "  and values, and all layers below, at all tokens of the sequences that keep one.",
-        '* *cut, error*: `attention="cut"` against dense code that detaches the keys and values of other tokens.',
-        "* *cut, over keep*: FLOPs over the kept tokens' share of the full backward.",
-        "* *segments*: the same for whole segments of packed rows, where cut attention is exact.",
-        "",
-        "Where no error for float64 stands, parts of the model run in float32 whatever the dtype, or an op has no",
-        "kernel for float64. The oracle of cut attention does not reach BLOOM's own.",
-        "",
-        f"| model | float32 | float64 | over reachable | {cut} | segments |",
-        "|---|---|---|---|---|---|---|",
-        *[decoder_line(decoder) for decoder in DECODERS],
-    ]
+    text = f"""## Tokens of decoders
+
+Here tokens are kept: {sizes}, a vocabulary of {decoders.V}, and the usual
+shift between logits and labels. Each figure is the worst of three masks, which keep {shares}
+of the losses: random tokens; very different numbers in each sequence, none in some; answers behind prompts
+of different lengths.
+
+* *float32*, *float64*: the error against `losses[mask]`, with exact attention.
+* *over reachable*: FLOPs over those of the part of the backward that the kept tokens' gradient can reach,
+  computed from the sizes of the modules: the head and the last layer at kept tokens; the last layer's keys
+  and values, and all layers below, at all tokens of the sequences that keep one.
+* *cut, error*: `attention="cut"` against dense code that detaches the keys and values of other tokens.
+* *cut, over keep*: FLOPs over the kept tokens' share of the full backward.
+* *segments*: the same for whole segments of packed rows, where cut attention is exact.
+
+Where no error for float64 stands, parts of the model run in float32 whatever the dtype, or an op has no
+kernel for float64. The oracle of cut attention does not reach BLOOM's own.
+
+| model | float32 | float64 | over reachable | cut, error | cut, over keep | segments |
+|---|---|---|---|---|---|---|
+"""
+    return text + "".join(f"{decoder_line(decoder)}\n" for decoder in DECODERS)
 
 
 if __name__ == "__main__":

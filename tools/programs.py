@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from multiprocessing import get_context
@@ -193,16 +193,7 @@ class Program:
         name, seed = self.one(*INNER), self.r.random()
         given, made = self.once(list[Any]), list(self.made)
         self.inner.append(name)
-
-        def function(x: Tensor) -> Tensor:
-            before = self.r, self.given, self.at, self.made
-            self.r, self.given, self.at, self.made = Random(seed), given, 0, made
-            try:
-                return INNER[name](self, x)
-            finally:
-                self.r, self.given, self.at, self.made = before
-
-        return function
+        return lambda x: INNER[name](replace(self, r=Random(seed), given=given, at=0, made=made), x)
 
 
 Step = Callable[[Program, Tensor], Tensor]

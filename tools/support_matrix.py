@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from audit import Met, missing, waited
+from audit import missing, waited
 from rowprop.backprop.rules.registry import RULES, op_name
 from zoo import ENTRIES, KEEP, Entry, masked, sliced
 
@@ -29,81 +30,77 @@ def rules_part() -> str:
         what = (rule.run.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         tokens = "yes" if rule.positions else "whole rows"
         families.setdefault(rule.family, {}).setdefault((what, tokens), []).append(op_name(op))
-    lines = [
-        "## Ops with a rule",
-        "",
-        f"{len(RULES)} ops. *Tokens* says which of them run at the kept [tokens](tokens.md) alone, where they treat",
-        "tokens alike. The others take the whole rows that have a kept token.",
-    ]
+    text = f"""## Ops with a rule
+
+{len(RULES)} ops. *Tokens* says which of them run at the kept [tokens](tokens.md) alone, where they treat
+tokens alike. The others take the whole rows that have a kept token.
+"""
     for family, rules in sorted(families.items()):
-        lines += ["", f"### {family}", "", "| what | tokens | ops |", "|---|---|---|"]
-        lines += [
-            f"| {what} | {tokens} | {', '.join(f'`{name}`' for name in sorted(names))} |"
-            for (what, tokens), names in rules.items()
-        ]
-    return "\n".join(lines) + "\n"
+        text += f"\n### {family}\n\n| what | tokens | ops |\n|---|---|---|\n"
+        for (what, tokens), names in rules.items():
+            text += f"| {what} | {tokens} | {code(sorted(names))} |\n"
+    return text
 
 
 def models_part() -> str:
-    lines = [
-        "## Models",
-        "",
-        f"The small models of `tools/zoo.py` in float32 at keep {KEEP}: the FLOPs of the sliced backward over",
-        f"those of the full backward (the limit is {KEEP:.3f}), and the ops that densified. Gradients equal those of",
-        'plain indexing within 1e-5 in float32 and 1e-10 in float64, with `batchnorm="exact"`.',
-        "",
-        "| kind | model | backward FLOPs | densifies at | not in the count |",
-        "|---|---|---|---|---|",
-    ]
-    return "\n".join(lines + [line(entry) for entry in ENTRIES]) + "\n"
+    text = f"""## Models
+
+The small models of `tools/zoo.py` in float32 at keep {KEEP}: the FLOPs of the sliced backward over
+those of the full backward (the limit is {KEEP:.3f}), and the ops that densified. Gradients equal those of
+plain indexing within 1e-5 in float32 and 1e-10 in float64, with `batchnorm="exact"`.
+
+| kind | model | backward FLOPs | densifies at | not in the count |
+|---|---|---|---|---|
+"""
+    return text + "".join(map(line, ENTRIES))
 
 
 def device_part() -> str:
     """The numbers that rules wait for on a device, a line per number."""
-    lines = [
-        "## On a device",
-        "",
-        "But for one use, nothing densifies on an accelerator that does not on the CPU: the tests run again with",
-        "`pytest --as-accelerator`, and `nox -s audit` compares the two. Some rules must know a number that only the",
-        "device knows. There the host waits, which costs less than a backward of all rows, and `watch().waited` counts",
-        "it. Under capture of a CUDA graph the host cannot wait, and these rules densify. The one use is",
-        "`masked_fill` with a tensor as its value, which may not be zero. No formula of torch itself calls it.",
-        "",
-        "| the host waits to know | in models, waits per backward |",
-        "|---|---|",
-    ]
+    text = """## On a device
+
+But for one use, nothing densifies on an accelerator that does not on the CPU: the tests run again with
+`pytest --as-accelerator`, and `nox -s audit` compares the two. Some rules must know a number that only the
+device knows. There the host waits, which costs less than a backward of all rows, and `watch().waited` counts
+it. Under capture of a CUDA graph the host cannot wait, and these rules densify. The one use is
+`masked_fill` with a tensor as its value, which may not be zero. No formula of torch itself calls it.
+
+| the host waits to know | in models, waits per backward |
+|---|---|
+"""
     for what, models in waited().items():
         where = ", ".join(f"{name.replace('_', ' ')} {times}" for name, times in models.items())
-        lines.append(f"| {what} | {where} |")
-    return "\n".join(lines) + "\n"
+        text += f"| {what} | {where} |\n"
+    return text
 
 
 def missing_part() -> str:
     """The ops at which gradients went back to all rows, a line per op."""
-    lines = [
-        "## Missing",
-        "",
-        "Ops at which a gradient went back to all rows, in the models above and in torch's own samples of its ops.",
-        "The samples know of no batch: the first dimension of the output serves as the rows, and most samples really",
-        "mix these rows. `nox -s audit` compares every claim of the rules with the dense truth, in every layout.",
-        "",
-        "| op | why | calls | models | calls in samples | of ops |",
-        "|---|---|---|---|---|---|",
-    ]
-    return "\n".join(lines + [missing_line(name, met) for name, met in missing().items()]) + "\n"
+    text = """## Missing
+
+Ops at which a gradient went back to all rows, in the models above and in torch's own samples of its ops.
+The samples know of no batch: the first dimension of the output serves as the rows, and most samples really
+mix these rows. `nox -s audit` compares every claim of the rules with the dense truth, in every layout.
+
+| op | why | calls | models | calls in samples | of ops |
+|---|---|---|---|---|---|
+"""
+    for name, met in missing().items():
+        counts = (met.models.total(), len(met.models), met.samples.total(), len(met.samples))
+        reasons = sorted({reason.partition(";")[0] for reason in met.reasons})  # without the remedy
+        text += f"| `{name}` | {'; '.join(reasons)} | {' | '.join(map(str, counts))} |\n"
+    return text
 
 
-def missing_line(name: str, met: Met) -> str:
-    counts = (met.models.total(), len(met.models), met.samples.total(), len(met.samples))
-    reasons = sorted({reason.partition(";")[0] for reason in met.reasons})  # without the remedy
-    return f"| `{name}` | {'; '.join(reasons)} | {' | '.join(map(str, counts))} |"
+def code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def line(entry: Entry) -> str:
     full, part = masked(entry, torch.float32).flops.total_flops, sliced(entry, torch.float32).flops.total_flops
-    cells = [entry.kind, entry.name.replace("_", " "), f"{part / full:.3f}"]
-    cells += [", ".join(f"`{name}`" for name in names) for names in (entry.densifies, entry.uncounted)]
-    return f"| {' | '.join(cells)} |"
+    name = entry.name.replace("_", " ")
+    cells = [entry.kind, name, f"{part / full:.3f}", code(entry.densifies), code(entry.uncounted)]
+    return f"| {' | '.join(cells)} |\n"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,9 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import families
 import rowprop
-from zoo import Net
+import zoo
+from zoo import Entry, Net, seq
 
+Model = tuple[Callable[[], nn.Module], tuple[int, ...]]
+"""What makes a model, and the shape of the rows that it takes."""
 ROWS = 12
 PICKED = (1, 3, 4, 5, 7, 9, 10, 11)
 DIRECTIONS = 4
@@ -76,17 +81,6 @@ def branches() -> nn.Module:
     return Net(forward, **parts, layers=nn.ModuleList(nn.Conv2d(4, 4, 2) for _ in range(2)))
 
 
-def densenet() -> nn.Module:
-    """Each block takes the outputs of all blocks before it."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        for block in net.blocks:
-            x = torch.cat([x, F.relu(block(x))], 1)
-        return x.mean((2, 3))
-
-    return Net(forward, blocks=nn.ModuleList(nn.Conv2d(1 + 2 * n, 2, 3, padding=1) for n in range(3)))
-
-
 def bottleneck(before: int, after: int, stride: int, train: bool) -> nn.Module:
     """A ResNet's block."""
     first = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after).train(train)
@@ -105,20 +99,16 @@ def layers(count: int, width: int = 4, **settings: Any) -> list[nn.Module]:
     return [nn.TransformerEncoderLayer(width, 2, 2 * width, **settings) for _ in range(count)]
 
 
-def patches() -> nn.Module:
-    """Patches of an image, behind a token for its class."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        x = net.conv(x).flatten(2).transpose(1, 2)
-        return torch.cat([net.first.expand(len(x), -1, -1), x], 1) + net.positions
-
-    first, positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 5, 4))
-    return Net(forward, conv=nn.Conv2d(1, 4, 2, 2), first=first, positions=positions)
-
-
 def vit() -> nn.Module:
-    head = Net(lambda net, x: net.last(x[:, 0]), last=nn.Linear(4, 3))  # at the first token
-    return nn.Sequential(patches(), *layers(2, norm_first=True, activation="gelu"), nn.LayerNorm(4), head)
+    head = seq(lambda x: x[:, 0], nn.Linear(zoo.D, 3))  # at the first token
+    conv, flatten, prepend = zoo.patches()
+    patches = Net(lambda net, x: net.prepend(flatten(net.conv(x))), conv=conv, prepend=prepend)
+    return nn.Sequential(patches, *layers(2, zoo.D, norm_first=True, activation="gelu"), nn.LayerNorm(zoo.D), head)
+
+
+def ids_of(x: Tensor) -> Tensor:
+    """Token ids from 0 to 8, of numbers."""
+    return (x.abs() * 4).long().clamp(max=8)
 
 
 class Texts(nn.Module):
@@ -132,7 +122,7 @@ class Texts(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        ids = (x.abs() * 4).long().clamp(max=8)
+        ids = ids_of(x)
         h = self.words(ids) + self.places.weight
         mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=h.dtype) if self.causal else None
         empty = None if self.causal else ids.eq(0) & torch.arange(5).gt(2)
@@ -204,7 +194,8 @@ def cnn(norm: bool) -> nn.Module:
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+IMAGES = (3, 8, 8)
+MODELS: dict[str, Model] = {
     "mlp": (mlp, (6,)),
     "residual": (lambda: nn.Sequential(nn.Linear(5, 6), Residual(6), Residual(6), nn.Linear(6, 3)), (5,)),
     "outputs in a mapping": (lambda: nn.Sequential(*(out_and_state(4) for _ in range(3))), (4,)),
@@ -212,8 +203,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn, batch norm in evaluation": (lambda: cnn(True), (1, 6, 6)),
     "resnet, batch norm in evaluation": (resnet, (1, 6, 6)),
     "u-net": (unet, (1, 4, 4)),
-    "densenet": (densenet, (1, 5, 5)),
-    "vit": (vit, (1, 4, 4)),
+    "densenet": (zoo.densenet, IMAGES),
+    "vit": (vit, IMAGES),
     "bert": (lambda: Texts(False), (5,)),
     "gpt": (lambda: Texts(True), (5,)),
     "sequence first": (turned, (5, 3)),
@@ -227,37 +218,19 @@ OF_TOKENS = ("vit", "bert", "gpt", "sequence first", "mixer")
 """Models whose tokens are drawn, too."""
 
 
-class OfTransformers(nn.Module):
-    """A model of transformers, tiny: token ids to what stands first in its output, for each token."""
-
-    def __init__(self, kind: str, auto: str) -> None:
-        import transformers
-
-        super().__init__()
-        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
-        sizes |= {"num_key_value_heads": 1, "head_dim": 4, "ffn_dim": 12, "word_embed_proj_dim": 8}
-        sizes |= {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 9, "max_position_embeddings": 8}
-        dropouts = "hidden_dropout_prob attention_probs_dropout_prob dropout attention_dropout".split()
-        dropouts += "resid_pdrop embd_pdrop attn_pdrop".split()
-        tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-        config = transformers.AutoConfig.for_model(kind, **sizes, **tokens, **dict.fromkeys(dropouts, 0.0))
-        self.model = getattr(transformers, auto).from_config(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(input_ids=(x.abs() * 4).long().clamp(max=8))[0]
+def of_transformers(entry: Entry) -> nn.Module:
+    """A model of the table of families, without dropout: token ids to the logits of each token."""
+    return Net(lambda net, x: net.entry.model(input_ids=ids_of(x)).logits, entry=entry.build().eval())
 
 
-TRANSFORMERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    f"{kind} of transformers": (lambda kind=kind, auto=auto: OfTransformers(kind, auto), (5,))
-    for auto, kinds in {
-        "AutoModelForCausalLM": ("llama", "phi", "qwen2", "gpt2", "opt", "gpt_neox"),
-        "AutoModel": ("bert", "roberta"),
-    }.items()
-    for kind in kinds
+ENTRIES = {entry.name: entry for entry in families.TRANSFORMERS}
+TRANSFORMERS: dict[str, Model] = {
+    f"{family} of transformers": (partial(of_transformers, ENTRIES[f"{family}, sdpa"]), (5,))
+    for family in "Llama Phi Qwen2 GPT-2 OPT GPT-NeoX BERT RoBERTa".split()
 }
 """Their tokens are drawn where transformers is installed, as in ``nox -s integrations``."""
 
-BATCHNORM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+BATCHNORM: dict[str, Model] = {
     "resnet, batch norm in training": (lambda: resnet(train=True), (1, 6, 6)),
     "u-net, batch norm in training": (lambda: unet(norm=True), (1, 4, 4)),
     "branches, batch norm in training": (branches, (1, 5, 5)),

@@ -38,11 +38,8 @@ Seen = list[str]
 
 
 def losses_fn(model: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
-def token_losses(model: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+    """Of rows, or of their tokens."""
+    return F.cross_entropy(model(batch[0]).movedim(-1, 1), batch[1], reduction="none")
 
 
 def subject(device: Accelerator) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
@@ -60,9 +57,9 @@ def subject_of_tokens(device: Accelerator) -> tuple[nn.Module, tuple[Tensor, Ten
 def in_step(device: Accelerator, selector: Any = None, calls: int = 2, ids: Any = DEVICE, **options: Any) -> list[Seen]:
     """The waits of each of some steps: the call, and the backward."""
     model, batch = options.pop("subject", subject)(device)
-    losses, counted = options.pop("losses_fn", losses_fn), options.pop("counted", None)
+    counted = options.pop("counted", None)
     given = {"engine": "sliced", "nonfinite": "keep"} | options
-    selective = SelectiveBackprop(model, losses, selector or TopK(0.5), **given)
+    selective = SelectiveBackprop(model, losses_fn, selector or TopK(0.5), **given)
     rows, found = torch.arange(N, device=ids), list[Seen]()
     for _ in range(calls):
         begun = device.count
@@ -130,7 +127,7 @@ def scorers(device: Accelerator) -> Iterator[tuple[str, Seen]]:
 
 def parts(device: Accelerator) -> Iterator[tuple[str, Seen]]:
     """Each other part of a step, and the waits of a step with it; ``sliced``, ``TopK`` and ``keep`` otherwise."""
-    of_tokens = {"unit": "token", "subject": subject_of_tokens, "losses_fn": token_losses}
+    of_tokens = {"unit": "token", "subject": subject_of_tokens}
     counted, reducible = torch.arange(5 * N).view(N, 5) % 4 > 0, ReducibleLoss(TopK(0.5), torch.zeros(N))
     begun, late = ({"schedule": Schedule(start, 1.0), "total_steps": 9} for start in (0.0, 0.9))
     sampler = PruningSampler(LossHistory(N, device=DEVICE), num_rows=N, epochs=3)
@@ -262,24 +259,21 @@ def two_ranks() -> Iterator[None]:
         yield
 
 
-class Joined(nn.Module):
+def joined() -> nn.Module:
     """Two branches that join: gradients of several thinnings meet, with BatchNorm in training mode below them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.norm, self.leave = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(16, 3)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        first = net.layers[0](net.norm(net.enter(x))).relu()
+        return net.leave(torch.cat([net.layers[1](first), net.layers[2](first).relu()], 1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.layers[0](self.norm(self.enter(x))).relu()
-        return self.leave(torch.cat([self.layers[1](first), self.layers[2](first).relu()], 1))
+    parts = {"enter": nn.Linear(4, 8), "norm": nn.BatchNorm1d(8), "leave": nn.Linear(16, 3)}
+    return zoo.Net(forward, **parts, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)))
 
 
 def thinned(device: Accelerator, steps: int = 6, **settings: float) -> tuple[list[Seen], dict[str, float], int]:
     """The waits of each of some steps of a thinned model, the shares that its blocks kept, and its measurements."""
     torch.manual_seed(0)
-    model = device.put(Joined())
-    x = device.put(torch.randn(32, 4))
+    model, x = device.put(joined()), device.put(torch.randn(32, 4))
     handle = rowprop.thin(model, **settings)
     handle._worth.decide = lambda *_: None  # a small model would turn itself off
     found: list[Seen] = []

@@ -306,12 +306,8 @@ def small_cnn(norm: Callable[[int], nn.Module]) -> nn.Module:
     return seq(conv(3, D, norm(D)), nn.MaxPool2d(2), conv(D, D, norm(D)), *head)
 
 
-def groups(width: int) -> nn.Module:
-    return nn.GroupNorm(2, width)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
+groups = partial(nn.GroupNorm, 2)
+channels_last = partial(Tensor.contiguous, memory_format=torch.channels_last)
 
 
 def resnet() -> nn.Module:
@@ -490,9 +486,8 @@ def language_model(*layers: Any, steps: int = T) -> nn.Module:
 
 
 sdpa = F.scaled_dot_product_attention
-
-
 causal = partial(sdpa, is_causal=True)
+mean = partial(torch.mean, dim=1)
 
 
 def by_hand(bias: Callable[[Tensor], Tensor] = lambda scores: scores) -> Callable[..., Tensor]:
@@ -502,10 +497,6 @@ def by_hand(bias: Callable[[Tensor], Tensor] = lambda scores: scores) -> Callabl
 
 def ahead(steps: int) -> Tensor:
     return torch.ones(steps, steps, dtype=torch.bool).triu(1)
-
-
-def mean(x: Tensor) -> Tensor:
-    return x.mean(1)
 
 
 def patches() -> tuple[Any, ...]:
