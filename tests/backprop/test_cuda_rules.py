@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import cuda_cases
@@ -115,6 +115,26 @@ def test_emulated_kernels_refuse_what_cudas_refuse(what: str):
     message, call = REFUSED[what]
     with pytest.raises(AssertionError, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["lstm", "lstm_batch_first", "rnn", "rnn_batch_first"])
+# Red when: a gate's or a state's derivative is another one, or a sequence is taken for a batch.
+def test_the_recurrent_kernels_are_torchs_layers(name: str):
+    torch.manual_seed(0)
+    case, first = CASES[name], "batch_first" in name
+    rows = [torch.randn(N, *shape, dtype=torch.float64, requires_grad=True) for shape in case.rows]
+    w = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in case.shared]
+    layer = (nn.LSTM if len(rows) == 3 else nn.RNN)(3, D, batch_first=first, dtype=torch.float64)
+    x, *states = rows
+    h, *c = (state[None] for state in states)
+    given = x if first else x.transpose(0, 1), (h, *c) if c else h
+    y, last = torch.func.functional_call(layer, dict(zip(dict(layer.named_parameters()), w, strict=True)), given)
+    own = [y if first else y.transpose(0, 1), *(state[0] for state in (last if c else [last]))]
+    emulated = case.f(*rows, *w)
+    torch.testing.assert_close(emulated, tuple(own), rtol=1e-10, atol=1e-12)
+    sums = [sum((out.sin() * (i + 1)).sum() for i, out in enumerate(outs)) for outs in (emulated, own)]
+    a, b = (torch.autograd.grad(total, [*rows, *w]) for total in sums)
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", FUSED)
