@@ -1,4 +1,4 @@
-"""Each recipe follows the method published under its name, and goes on where it was killed."""
+"""Each recipe follows the method published under its name; that it goes on where it was killed is in test_laws.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import laws
-from killed import BATCH, EPOCHS, ROWS, Training, assert_nothing_was_lost, killed_and_resumed, seeded
+from killed import seeded
 from rowprop import SelectiveBackprop, recipes
 from rowprop.errors import InvalidInput
 from rowprop.history import PruningSampler, WithIds
@@ -32,12 +32,8 @@ def scaled(model: Any, batch: Tensor) -> Tensor:
     return batch * model.weight
 
 
-class One(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self) -> None: ...
+def one() -> nn.Module:
+    return nn.ParameterDict({"weight": torch.ones(())})
 
 
 def kept(step: SelectiveBackprop, losses: Tensor, **call: Any) -> list[int]:
@@ -46,7 +42,7 @@ def kept(step: SelectiveBackprop, losses: Tensor, **call: Any) -> list[int]:
 
 def test_ohem_keeps_the_largest_losses_and_takes_their_mean():
     # Red when: the smallest are kept, K is rounded down (22 rows of 90), or the weights are 1/N.
-    step = recipes.ohem(One(), scaled, engine="masked")
+    step = recipes.ohem(one(), scaled, engine="masked")
     for seed in range(20):
         losses = torch.rand(90, generator=seeded(seed))
         loss, record = step(losses)
@@ -58,7 +54,7 @@ def test_ohem_keeps_the_largest_losses_and_takes_their_mean():
 def test_composer_selects_when_the_original_does(start, end, interrupt):
     # Red when: `<=` for `<`, batches counted over epochs (seven in each here), or a first batch that is whole.
     options = {"total_steps": 28, "start": start, "end": end, "interrupt": interrupt, "engine": "masked"}
-    step = recipes.composer(One(), scaled, generator=seeded(), **options)
+    step = recipes.composer(one(), scaled, generator=seeded(), **options)
     for call, (_, index) in enumerate(itertools.product(range(4), range(7))):
         selects = start <= call / 28 < end and (interrupt == 0 or (index + 1) % interrupt != 0)
         assert len(kept(step, torch.rand(10), batch_index=index)) == (5 if selects else 10), call
@@ -67,7 +63,7 @@ def test_composer_selects_when_the_original_does(start, end, interrupt):
 def test_composer_keeps_rows_with_the_published_chances():
     # Red when: the exponent is 1 / keep, or the order of the ranks is turned around.
     options = {"start": 0, "end": 1, "interrupt": 0, "total_steps": 10_000, "engine": "masked"}
-    step = recipes.composer(One(), scaled, generator=seeded(), **options)
+    step = recipes.composer(one(), scaled, generator=seeded(), **options)
     draws, counts = 4000, np.zeros(64)
     order = torch.randperm(64, generator=seeded(1))
     for _ in range(draws):
@@ -111,7 +107,7 @@ def original_count(losses: np.ndarray, min_loss_perc: float, min_sample_perc: fl
 def test_batch_loss_filter_keeps_the_originals_rows(min_loss_perc, min_sample_perc, eight):
     # Red when: the row that crosses the share is left out (as in tsai), K is rounded to 8 downwards, or `>` for `>=`.
     options = {"min_loss_perc": min_loss_perc, "min_sample_perc": min_sample_perc, "mixed_precision_batch": eight}
-    step = recipes.batch_loss_filter(One(), scaled, epochs=2, engine="masked", **options)
+    step = recipes.batch_loss_filter(one(), scaled, epochs=2, engine="masked", **options)
     random = np.random.default_rng(0)
     crossed = 0
     for number in range(1000):
@@ -136,7 +132,7 @@ def test_batch_loss_filter_keeps_the_originals_rows(min_loss_perc, min_sample_pe
 
 def test_batch_loss_filter_trains_the_first_epoch_whole():
     # Red when: the schedule begins at 0, or ends before the last batch.
-    step = recipes.batch_loss_filter(One(), scaled, epochs=3, total_steps=15, engine="masked")
+    step = recipes.batch_loss_filter(one(), scaled, epochs=3, total_steps=15, engine="masked")
     counts = [len(kept(step, torch.tensor([9.0, 0.5, 0.1, 0.0]))) for _ in range(15)]
     assert counts == [4] * 5 + [1] * 10
 
@@ -144,7 +140,7 @@ def test_batch_loss_filter_trains_the_first_epoch_whole():
 def test_biggest_losers_draws_by_the_share_of_recent_losses_below():
     # Red when: the batch is appended after the draw, `<=` for `<`, or the first epoch fills the history.
     options = {"batch_rows": NEVER, "epochs": 2, "total_steps": 12, "beta": 2.0, "recent": 20, "engine": "masked"}
-    step = recipes.biggest_losers(One(), scaled, generator=seeded(2), **options)
+    step = recipes.biggest_losers(one(), scaled, generator=seeded(2), **options)
     lots, recent = seeded(2), deque[float](maxlen=20)
     for call in range(12):
         losses = torch.randint(9, (8,), generator=seeded(call)).float()
@@ -190,7 +186,7 @@ def test_biggest_losers_runs_only_stale_rows_forward(staleness):
         return batch[0] * model.weight
 
     options = {"batch_rows": NEVER, "epochs": 8, "staleness": staleness, "total_steps": 32}
-    step = recipes.biggest_losers(One(), losses_fn, generator=seeded(6), **options)
+    step = recipes.biggest_losers(one(), losses_fn, generator=seeded(6), **options)
     assert step.engine.name == "recompute"
     losses, since = torch.rand(24, generator=seeded(7)), dict.fromkeys(range(24), 0)
     scored = 0
@@ -215,10 +211,10 @@ def test_biggest_losers_runs_only_stale_rows_forward(staleness):
 
 def test_kath18_draws_evenly_until_the_gate_of_two_is_passed():
     # Red when: the gate is B / (3b) + 1 of another keep, or it is open from the start.
-    step = recipes.kath18(One(), scaled, engine="masked", generator=seeded(8))
+    step = recipes.kath18(one(), scaled, engine="masked", generator=seeded(8))
     assert step.selector.gate == pytest.approx(2)
-    assert recipes.kath18(One(), scaled, keep=0.5).selector.gate == pytest.approx(5 / 3)
-    assert recipes.kath18(One(), scaled, gated=False).selector.gate is None
+    assert recipes.kath18(one(), scaled, keep=0.5).selector.gate == pytest.approx(5 / 3)
+    assert recipes.kath18(one(), scaled, gated=False).selector.gate is None
     losses = torch.tensor([9.0] + [0.001] * 11)
     p = losses.double().numpy() / losses.double().sum().item()
     tau, even, by_score = 0.0, 0, 0
@@ -273,7 +269,7 @@ def test_infobatch_follows_the_published_rule_through_a_loader():
 def test_rho_loss_keeps_what_is_most_above_its_irreducible_loss():
     # Red when: the sign is turned around, or the irreducible losses are read by place in the batch.
     irreducible = torch.rand(640, generator=seeded(9)) * 3
-    step = recipes.rho_loss(One(), scaled, irreducible, engine="masked")
+    step = recipes.rho_loss(one(), scaled, irreducible, engine="masked")
     for seed in range(10):
         losses, ids = torch.rand(320, generator=seeded(seed)), torch.randperm(640, generator=seeded(seed))[:320]
         reducible = [float(loss) - float(irreducible[i]) for loss, i in zip(losses, ids, strict=True)]
@@ -307,12 +303,10 @@ def test_the_unbiased_ones_have_the_full_gradient_as_their_mean_and_the_others_n
         return Scored(losses, gradient_norm(logits, batch[1]) if name == "kath18" else losses.detach())
 
     step = make(model, losses_fn, engine="masked", generator=seeded(1))
-    rows = torch.stack(
-        [
-            torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)])
-            for loss in losses_fn(model, (x, y)).losses
-        ]
-    )
+    grads = [
+        torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for loss in losses_fn(model, (x, y)).losses
+    ]
+    rows = torch.stack([torch.cat([g.flatten() for g in each]) for each in grads])
     draws = []
     for number in range(820):
         present = ids
@@ -329,68 +323,9 @@ def test_the_unbiased_ones_have_the_full_gradient_as_their_mean_and_the_others_n
     assert (distance > 8) if biased else (distance < 4), distance
 
 
-def recipe(make: Callable[..., SelectiveBackprop], *given: Any, **settings: Any) -> Callable[..., SelectiveBackprop]:
-    options = {"engine": "sliced"} | settings
-    return lambda model, losses_fn: make(model, losses_fn, *given, generator=seeded(1), **options)
-
-
-LOSERS = {"epochs": EPOCHS, "batch_rows": BATCH, "beta": 1.0}
-PRUNING = {"num_rows": ROWS, "epochs": EPOCHS, "full_after": 1.0, "seed": 2}
-MAKE: dict[str, Callable[..., SelectiveBackprop]] = {
-    "batch_loss_filter": recipe(recipes.batch_loss_filter, epochs=EPOCHS, min_loss_perc=0.7),
-    "biggest_losers": recipe(recipes.biggest_losers, **LOSERS),
-    "biggest_losers, stale": recipe(recipes.biggest_losers, staleness=2, engine="recompute", **LOSERS),
-    "composer": recipe(recipes.composer, start=0.1),
-    "infobatch": recipe(recipes.infobatch, **PRUNING),
-    "infobatch, picked": recipe(recipes.infobatch, selector=RandomRows(0.5), **PRUNING),
-    "kath18": recipe(recipes.kath18, keep=0.75),
-    "ohem": recipe(recipes.ohem),
-    "random": recipe(recipes.random),
-    "rho_loss": recipe(recipes.rho_loss, torch.linspace(0, 2, ROWS), keep=0.5),
-}
-STOP = 10  # in the middle of the second epoch, of three
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
-@pytest.mark.parametrize(
-    ("name", "workers"), [*((name, 0) for name in MAKE), ("biggest_losers, stale", 2), ("infobatch, picked", 2)]
-)
-def test_a_killed_training_ends_as_if_it_had_not_been(name: str, workers: int, tmp_path: Path):
-    # Red when: a part of the state that a later step depends on is not saved; see the next test.
-    def make() -> Training:
-        return Training(MAKE[name], workers)
-
-    whole = make()
-    whole.train()
-    killed, resumed = killed_and_resumed(make, STOP, tmp_path / "state.pt")
-    assert len(resumed.trace) >= 5
-    assert_nothing_was_lost(whole, killed, resumed)
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("biggest_losers", "selector"),
-        ("biggest_losers", "contributed"),
-        ("biggest_losers, stale", "history"),
-        ("infobatch", "history"),
-        ("infobatch", "sampler"),
-        ("kath18", "selector"),
-        ("random", "generator"),
-    ],
-)
-def test_a_part_that_is_not_restored_is_seen(name: str, part: str, tmp_path: Path):
-    # The meta-test of the one above: with a fresh part in the place of the saved one, training goes another way.
-    whole = Training(MAKE[name])
-    whole.train()
-    killed, resumed = killed_and_resumed(lambda: Training(MAKE[name]), STOP, tmp_path / "state.pt", part)
-    assert killed.trace + resumed.trace != whole.trace
-
-
-def test_every_recipe_is_killed_once_and_has_a_bias():
-    # Red when: a recipe is added without an entry in MAKE or in BIASED.
-    of_rows = set(recipes.__all__) - set(laws.NO_RECIPES_OF_ROWS)
-    assert {name.partition(",")[0] for name in MAKE} == set(BIASED) == of_rows
+def test_every_recipe_has_a_bias():
+    # Red when: a recipe is added without an entry in BIASED.
+    assert set(BIASED) == set(recipes.__all__) - set(laws.NO_RECIPES_OF_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -409,34 +344,29 @@ def test_every_recipe_is_killed_once_and_has_a_bias():
         ),
         ("composer", {"interrupt": 1}, "Schedule got interrupt=1, under which every batch"),
         ("composer", {"scale_factor": 2}, r"Downscaled got scale=2 but a fraction in \(0, 1\)"),
-        ("composer", {"scale_factor": "a"}, "Downscaled got scale='a' but a fraction in"),
         ("infobatch", {"num_rows": 9, "epochs": 0}, "PruningSampler got epochs=0 but a whole"),
         ("kath18", {"keep": 0}, r"kath18 got keep=0 but a fraction in \(0, 1\] was needed"),
-        ("kath18", {"keep": "a third"}, "kath18 got keep='a third' but a fraction"),
-        ("kath18", {"gated": "no"}, "kath18 got gated='no' but one of True, False was needed"),
         ("ohem", {"keep": 2}, "TopK got keep=2 but a fraction"),
         (
             "rho1",
             {"reference": torch.zeros(3)},
             r"rho1 got reference=<tensor of shape.*Module was needed, or the losses of all",
         ),
-        ("rho1", {"losses_fn": None, "reference": One()}, "rho1 got losses_fn=None, a NoneType, but a function"),
+        ("rho1", {"losses_fn": None, "reference": one()}, "rho1 got losses_fn=None, a NoneType, but a function"),
         ("rho_loss", {"irreducible": [0.1]}, r"ReducibleLoss got irreducible=\[0.1\], a list, but floating"),
         ("rho_loss", {"irreducible": torch.zeros(1, 1, 1)}, "ReducibleLoss got irreducible losses of shape"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(name: str, settings: dict[str, Any], sentence: str):
     with pytest.raises(InvalidInput, match=sentence):
-        getattr(recipes, name)(One(), **({"losses_fn": scaled} | settings))
+        getattr(recipes, name)(one(), **({"losses_fn": scaled} | settings))
 
 
 def test_calls_without_what_a_recipe_needs_are_refused():
-    with pytest.raises(
-        InvalidInput, match=r"a tensor of shape \(2, 3\) .* losses and entropies were needed; return rowp"
-    ):
-        kept(recipes.high_entropy_tokens(One(), scaled), torch.ones(2, 3))
+    with pytest.raises(InvalidInput, match=r"shape \(2, 3\) .* losses and entropies were needed; return rowp"):
+        kept(recipes.high_entropy_tokens(one(), scaled), torch.ones(2, 3))
     with pytest.raises(InvalidInput, match="without ids"):
-        kept(recipes.rho_loss(One(), scaled, torch.zeros(3)), torch.ones(3))
+        kept(recipes.rho_loss(one(), scaled, torch.zeros(3)), torch.ones(3))
 
 
 def test_every_recipe_has_a_section_on_the_page():

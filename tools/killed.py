@@ -37,9 +37,11 @@ class Training:
 
     def __init__(self, make: MakeStep, workers: int = 0) -> None:
         torch.manual_seed(0)
-        x = torch.randn(ROWS, 5)
-        data = WithIds(TensorDataset(x, x[:, :3].argmax(1)))
-        self.model = nn.Sequential(nn.Linear(5, 8), self.norm(8), nn.Tanh(), nn.Linear(8, 3))
+        x = torch.randn(ROWS, 1, 5)
+        data = WithIds(TensorDataset(x, x[:, 0, :3].argmax(1)))
+        layers = nn.Linear(5, 8), self.norm(8), nn.Tanh(), nn.Linear(8, 3)
+        # The first layer lets rows of another length through, which some recipes score.
+        self.model = nn.Sequential(nn.AdaptiveAvgPool1d(5), nn.Flatten(), *layers)
         self.optimizer = self.made_optimizer()
         self.step = make(self.model, losses_fn)
         # For a step without a sampler, one that prunes nothing: it knows how to go on in the middle of an epoch.

@@ -213,31 +213,24 @@ REFUSED: dict[str, Callable[[LossHistory], object]] = {  # by the sentence; the 
     "LossHistory got num_rows=0 but a whole number, 1 or more, was needed": lambda h: LossHistory(0),
     "no room for a table of 1000000000000000 rows: LossHistory got num_rows=1000000": lambda h: LossHistory(10**15),
     "LossHistory got device='foo', which cannot be used here: Expected one of": lambda h: LossHistory(device="foo"),
-    "LossHistory got device=None, which cannot be used here": lambda h: LossHistory(device=None),
     "LossHistory got the device meta, which remembers no numbers": lambda h: LossHistory(device="meta"),
     "got id 4 but has num_rows=4, ids 0 to 3": lambda h: h.losses_of(torch.tensor([1, 4])),
     "got id -1 but has num_rows=4": lambda h: h.update(torch.tensor([-1]), torch.ones(1)),
     r"ids of shape \(2,\) and dtype torch.float32 but the rows'": lambda h: LossHistory().losses_of(torch.ones(2)),
     "dtype torch.int64 on the device meta but the rows' ids": lambda h: h.losses_of(IDS[:2].to("meta")),
     r"LossHistory.update got losses of shape \(2, 3\)": lambda h: h.update(IDS[:2], torch.ones(2, 3)),
-    r"got losses=\[1.0\], a list, but a tensor was needed": lambda h: h.update(IDS[:1], [1.0]),
     "turn a mask into indices": lambda h: h.update(IDS[:2], torch.ones(2), torch.ones(2) > 0),
-    r"got rows=\[0\], a list, but a tensor": lambda h: h.update(IDS[:2], torch.ones(2), [0]),
     "got row -1 but places in the batch": lambda h: h.update(IDS[:2], torch.ones(2), torch.tensor([-1])),
     "got row 2 but places in the batch": lambda h: h.update(IDS[:2], torch.ones(2), torch.tensor([2])),
     r"got weights of shape \(1,\) .* for 2 ids": lambda h: h.set_weights(IDS[:2], torch.ones(1)),
-    r"got weights=\[1.0\], a list, but a tensor was needed": lambda h: h.set_weights(IDS[:1], [1.0]),
     "LossHistory.synchronise got group=5, a int, but a process group or": lambda h: h.synchronise(5),
     r"a state with num_rows=<tensor of shape \(2,\), torch.float32> but has num_rows=4; build it as it was": lambda h: (
         h.load_state_dict(h.state_dict() | {"num_rows": torch.ones(2)})
     ),
     "a state with num_rows=5 but has num_rows=4": lambda h: h.load_state_dict(LossHistory(5).state_dict()),
-    "StaleScorer got losses_fn=None, a NoneType, but a function was needed": lambda h: StaleScorer(None),
-    "StaleScorer got staleness=0 but a whole number, 1 or": lambda h: StaleScorer(losses_fn, 0),
     "StaleScorer got history={}, a dict, but a LossHistory was needed": lambda h: stale(Context(ids=IDS, history={})),
     "StaleScorer needs history, ": lambda h: stale(Context(ids=IDS)),
     "a call without ids was made but StaleScorer needs ids": lambda h: stale(Context()),
-    "StaleScorer got context=.*, a Tensor, but a rowprop.selecti": lambda h: stale(IDS),
 }
 
 
