@@ -71,10 +71,12 @@ def test_stale_losses_and_pruned_rows_come_from_the_history():
     step = recipes.biggest_losers(one(), scaled, staleness=2, **LOSERS)
     assert type(step.scorer) is StaleScorer and (step.scorer.staleness, step.engine.name) == (2, "recompute")
     assert step.scorer.losses_fn is scaled and step.history is not None
-    step = recipes.infobatch(one(), scaled, num_rows=60, epochs=10)
-    sampler = step.sampler
-    assert (sampler.prune, sampler.num_rows, sampler.epochs, sampler.full_after) == (0.5, 60, 10, 0.875)
-    assert step.history is sampler.history
+    published = {"prune": 0.5, "full_after": 0.875}
+    other = {"prune": 0.3, "full_after": 0.5, "multiple_of": 4, "seed": 7}
+    for given, made in (({}, published), (other, other)):
+        step = recipes.infobatch(one(), scaled, num_rows=60, epochs=10, **given)
+        assert step.history is step.sampler.history
+        assert ({"num_rows": 60, "epochs": 10} | made).items() <= vars(step.sampler).items()
 
 
 def test_composer_scores_small_images_and_trains_the_large_ones():

@@ -279,11 +279,11 @@ def test_a_row_is_scored_at_every_nth_visit_or_when_it_has_no_loss(staleness):
     # StaleSB's rule: visits since the last score, counted before this visit's decision, reach the staleness.
     history, clock = LossHistory(), Clock()
     scorer = StaleScorer(clock, staleness)
-    since, at = dict[int, int](), dict[int, int]()
+    since, at, joined = dict[int, int](), dict[int, int](), 0
     generator = seeded(2)
     for visit in range(30):
         clock.now, clock.asked = visit, []
-        batch = torch.randperm(40, generator=generator)[:20]
+        batch = torch.randperm(40, generator=generator)[: 5 if visit % 2 else 20]
         expected = []
         for row in batch.tolist():
             since[row] = since.get(row, staleness) + 1
@@ -291,14 +291,16 @@ def test_a_row_is_scored_at_every_nth_visit_or_when_it_has_no_loss(staleness):
                 expected.append(row)
         if len(expected) == 1:  # joined by its neighbour
             place = batch.tolist().index(expected[0])
-            expected.append(batch.tolist()[(place + 1) % 20])
+            expected.append(batch.tolist()[(place + 1) % len(batch)])
+            joined += 1
         for row in expected:
             since[row], at[row] = 0, visit
         scores = scorer(None, batch, Context(ids=batch, history=history))
         assert sorted(row for asked in clock.asked for row in asked) == sorted(expected)
         assert len(clock.asked) == (len(expected) > 0)
         torch.testing.assert_close(scores, torch.tensor([row + at[row] / 100 for row in batch.tolist()]))
-        history.update(batch, torch.full((20,), math.nan))
+        history.update(batch, torch.full((len(batch),), math.nan))
+    assert joined or staleness == 1
 
 
 def test_an_infinite_loss_is_known():
