@@ -112,13 +112,8 @@ def test_alone_they_are_the_selector_itself(ranks: Ranks):
     assert records[0].imbalance == 1
 
 
-TWO, IDS = torch.ones(2), torch.arange(3)
 REFUSED = {  # by the sentence
-    "Global got selector=None, a NoneType, but a selector was needed": lambda: Global().select(None, TWO),
-    "Local got selector=<class 'rowprop.TopK'>, a type, but a selector": lambda: Local().select(rowprop.TopK, TWO),
     r"Local got scores of shape \(2, 2\)": lambda: Local().select(HARDEST, torch.ones(2, 2)),
-    "Local got context=5, a int, but a rowprop.selection": lambda: Local().select(HARDEST, TWO, 5),
-    r"ids came as a tensor .* but int64 of shape \(2,\)": lambda: Global().select(HARDEST, TWO, Context(ids=IDS)),
     "Global got group=5, a int, but a process group or a one": lambda: Global(5),
     "SelectiveBackprop got ranks=<class 'rowprop.distributed.Local'>, a ABCMeta, but rowprop.distributed.Local": (
         lambda: worker.step_of(nn.Linear(3, 1), HARDEST, Local)

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from laws import reducible
+from model_cases import losses as losses_fn
 from rowprop.backprop.pick import pick
 from rowprop.backprop.watch import watch
 from rowprop.engines import ENGINES, Masked, Recompute, Sliced, engine_of
@@ -53,10 +53,6 @@ class Unused(nn.Linear):
 
 def noisy() -> nn.Module:
     return batchnorm().insert(3, nn.Dropout(0.5))
-
-
-def losses_fn(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def a_batch(seed: int = 0, dtype: torch.dtype = torch.float64):
@@ -118,11 +114,14 @@ def test_the_gradient_is_that_of_plain_indexing(make, engine, selector):
 
 
 def test_a_full_batch_leaves_the_gradient_of_a_plain_step_bit_for_bit(engine):
-    # Red when: an engine picks although everything is kept, or weights are 1/N in another precision than mean's.
-    model, batch = built(mlp, torch.float32), a_batch(1, torch.float32)
+    # Red when: an engine picks although everything is kept, weights are 1/N in another precision than mean's, or
+    # recompute scores a batch that is trained whole. How often it runs the model otherwise: test_timing.py.
+    model, batch, seen = built(mlp, torch.float32), a_batch(1, torch.float32), []
     plain = copy.deepcopy(model)
-    step = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine, schedule=Schedule(0.5, 0.9), total_steps=10)
+    spying = lambda model, batch: seen.append(len(batch[0])) or losses_fn(model, batch)  # noqa: E731
+    step = SelectiveBackprop(model, spying, TopK(0.3), engine=engine, schedule=Schedule(0.5, 0.9), total_steps=10)
     _, record = backpropagated(step(batch))
+    assert seen == [N]
     losses_fn(plain, batch).mean().backward()
     assert record.num_kept == N and "schedule" in record.reason
     assert_gradients_equal(model, plain, rtol=0, atol=0)
@@ -142,24 +141,6 @@ def test_the_batchnorm_of_sliced_is_that_of_pick():
         each.backward()
     assert_gradients_equal(model, reference, rtol=0, atol=0)
     assert not torch.allclose(model[0].weight.grad, exact[0].weight.grad)
-
-
-@pytest.mark.parametrize(
-    ("engine", "keep", "options", "sizes"),
-    [
-        ("masked", 0.25, {}, [(N, True)]),
-        ("sliced", 0.25, {}, [(N, True)]),
-        ("recompute", 0.25, {}, [(N, False), (3, True)]),
-        ("recompute", 1.0, {}, [(N, True)]),
-        ("recompute", 0.25, {"schedule": Schedule(0.5, 1.0), "total_steps": 2}, [(N, True)]),
-    ],
-)
-def test_how_often_and_on_how_many_rows_the_model_runs(engine, keep, options, sizes):
-    # Red when: recompute scores with a graph, or a batch that is trained whole; or sliced runs a second forward.
-    seen = []
-    spying = lambda model, batch: seen.append((len(batch[0]), torch.is_grad_enabled())) or losses_fn(model, batch)  # noqa: E731
-    SelectiveBackprop(built(mlp), spying, TopK(keep), engine=engine, **options)(a_batch())
-    assert seen == sizes
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

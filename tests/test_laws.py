@@ -9,6 +9,8 @@ import inspect
 import math
 import pkgutil
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,8 @@ import rowprop.recipes
 import rowprop.schedule
 import rowprop.scoring
 import rowprop.selection
-from killed import seeded
+from killed import EPOCHS, Training, assert_nothing_was_lost, killed_and_resumed, seeded
+from killed import ROWS as OF_A_TRAINING
 from laws import RECIPES, ROWS, SCHEDULES, SCORERS, SELECTORS
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
@@ -376,40 +379,34 @@ def test_scorers_give_a_finite_number_per_row_that_belongs_to_it_and_leave_no_tr
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-BATCH = 4
-KILLED = (1, 0)  # after the first batch of the second epoch
+STOP = 10  # in the middle of the second epoch, of three
 
 
 @cases_of(RECIPES)
-def test_a_restored_recipe_goes_on_bit_for_bit(case):
-    # Red when: a part of a recipe remembers something that is not in the step's state_dict.
-    def trained(saved: Any = None) -> tuple[list[Any], Any]:
-        model, batch, _ = laws.subject(laws.Images)
-        step = case.make(model, generator=seeded(1))
-        if saved is not None:
-            model.load_state_dict(saved[0])
-            step.load_state_dict(saved[1])
-        seen: list[Any] = []
-        state: Any = None
-        first, done = (0, 0) if saved is None else (KILLED[0], KILLED[1] + 1)
-        for epoch in range(first, laws.EPOCHS):
-            # A sampler knows where it stopped; a loop without one leaves out the batches that are done.
-            places = list(range(done * BATCH, ROWS)) if step.sampler is None else list(step.sampler)
-            for index, begin in enumerate(range(0, len(places), BATCH), start=done):
-                ids = torch.tensor(places[begin : begin + BATCH])
-                progress = (epoch + index * BATCH / ROWS) / laws.EPOCHS
-                loss, record = step(tuple(entry[ids] for entry in batch), index, ids=ids, progress=progress)
-                model.zero_grad()
-                loss.backward()
-                torch.optim.SGD(model.parameters(), lr=0.5).step()
-                seen.append((epoch, ids.tolist(), record.selection.rows.tolist(), record.selection.weights.tolist()))
-                if (epoch, index) == KILLED:
-                    state = copy.deepcopy((model.state_dict(), step.state_dict()))
-            done = 0
-        return [*seen, {name: value.tolist() for name, value in model.state_dict().items()}], state
+def test_a_killed_recipe_goes_on_bit_for_bit(case, tmp_path: Path):
+    # Red when: a part of the state that a later step depends on is not saved; see the next test.
+    whole = Training(case)
+    whole.train()
+    killed, resumed = killed_and_resumed(partial(Training, case), STOP, tmp_path / "state.pt")
+    assert len(resumed.trace) >= 5
+    assert_nothing_was_lost(whole, killed, resumed)
+    assert sum(len(rows) for _, rows, *_ in whole.trace) < EPOCHS * OF_A_TRAINING  # it selects, or prunes
 
-    whole, state = trained()
-    again, _ = trained(state)
-    assert len(again) < len(whole)
-    assert again == whole[-len(again) :]
-    assert any(len(rows) < len(ids) for _, ids, rows, _ in whole[:-1]) or any(len(w[1]) < BATCH for w in whole[:-1])
+
+@pytest.mark.parametrize(
+    ("name", "index", "part"),
+    [
+        *[("biggest_losers", 0, part) for part in ("selector", "contributed")],
+        ("biggest_losers", 1, "history"),
+        *[("infobatch", 0, part) for part in ("history", "sampler")],
+        ("kath18", 0, "selector"),
+        ("random", 0, "generator"),
+    ],
+)
+def test_a_part_that_is_not_restored_is_seen(name: str, index: int, part: str, tmp_path: Path):
+    # The meta-test of the one above: with a fresh part in the place of the saved one, training goes another way.
+    case = RECIPES[name][index]
+    whole = Training(case)
+    whole.train()
+    killed, resumed = killed_and_resumed(partial(Training, case), STOP, tmp_path / "state.pt", part)
+    assert killed.trace + resumed.trace != whole.trace

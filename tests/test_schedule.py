@@ -109,11 +109,8 @@ REFUSED = [
         for bad in (-1, 2.0, True, None)
     ],
     (lambda: Schedule(interrupt=1), "interrupt=1, under which every batch would be trained whole ... use 0 ... or 2"),
-    (lambda: Schedule().active("a", 0), f"Schedule.active got progress='a' {PROGRESS}"),
     (lambda: Ramp("1", 0.5), "Ramp got first='1' but a finite number was needed, e.g. a fraction to keep."),
     (lambda: Ramp(1, 0.5, 0.5, 0.5), f"Ramp got start=0.5 and end=0.5 {WINDOW} for a step use Joined."),
-    (lambda: Ramp(1, 0.5, curve="sine"), "Ramp got curve='sine' but one of linear, cosine ... the default is linear."),
-    (lambda: Ramp(1.0, 0.5)(None), f"Ramp got progress=None {PROGRESS}"),
     (lambda: Joined(5), "Joined got parts=5 but pairs of a start and a part were needed, e.g. [(0.0, 1.0), "),
     (lambda: Joined([0.5]), "Joined got parts=[0.5] but pairs of a start and a part were needed"),
     (lambda: Joined([(0.1, 1.0)]), f"Joined got parts that start at [0.1] {STARTS}"),

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from rowprop import SelectiveBackprop
 from rowprop.history import LossHistory, PruningSampler, WithIds
 from rowprop.scoring import Scored
-from rowprop.step import Record
 
 ROWS, BATCH, EPOCHS = 48, 8, 3
 MakeStep = Callable[..., SelectiveBackprop]
@@ -32,15 +31,14 @@ def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Scored:
 class Training:
     """A training of three epochs; its trace has of each batch the ids, what was chosen, the loss and the progress."""
 
-    norm: type[nn.Module] = nn.BatchNorm1d
-    skips = -1  # the first id of the batches that the loop leaves out, modulo 5
-
     def __init__(self, make: MakeStep, workers: int = 0) -> None:
         torch.manual_seed(0)
-        x = torch.randn(ROWS, 5)
-        data = WithIds(TensorDataset(x, x[:, :3].argmax(1)))
-        self.model = nn.Sequential(nn.Linear(5, 8), self.norm(8), nn.Tanh(), nn.Linear(8, 3))
-        self.optimizer = self.made_optimizer()
+        x = torch.randn(ROWS, 1, 5)
+        data = WithIds(TensorDataset(x, x[:, 0, :3].argmax(1)))
+        layers = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+        # The first layer lets rows of another length through, which some recipes score.
+        self.model = nn.Sequential(nn.AdaptiveAvgPool1d(5), nn.Flatten(), *layers)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
         self.step = make(self.model, losses_fn)
         # For a step without a sampler, one that prunes nothing: it knows how to go on in the middle of an epoch.
         plain = PruningSampler(LossHistory(ROWS), num_rows=ROWS, epochs=EPOCHS, prune=0)
@@ -49,30 +47,16 @@ class Training:
         self.trace: list[Any] = []
         self.trained = 0  # rows of the running epoch
 
-    def made_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
-
-    def backward(self, ids: Tensor, batch: Any) -> tuple[Tensor, Record]:
-        done = self.order.trained(ids[:1]) - 1
-        progress = self.order.progress(done) if self.step.sampler is None else None
-        loss, record = self.step(batch, done // BATCH, ids=ids, progress=progress)
-        loss.backward()
-        return loss, record
-
-    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, Record]:
-        """Take a step of the optimizer, if there are rows enough."""
-        loss, record = self.backward(ids, batch)
-        if record.ready:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return loss, record
-
     def train(self, stop: int | None = None) -> None:
         while self.order.next_epoch < EPOCHS:
             for ids, batch in self.loader:
-                if ids[0] % 5 == self.skips:
-                    continue
-                loss, record = self.learn(ids, batch)
+                done = self.order.trained(ids[:1]) - 1
+                progress = self.order.progress(done) if self.step.sampler is None else None
+                loss, record = self.step(batch, done // BATCH, ids=ids, progress=progress)
+                loss.backward()
+                if record.ready:
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
                 self.trained = self.order.trained(ids)
                 chosen = record.selection.rows.tolist(), record.selection.weights.tolist()
                 clock = None if self.step.sampler is None else self.step.progress

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from killed import BATCH, EPOCHS, MakeStep, seeded
+from killed import ROWS as OF_A_TRAINING
 from rowprop import recipes
 from rowprop.history import ReducibleLoss, StaleScorer
 from rowprop.schedule import Joined, Progress, Ramp, Schedule
-from rowprop.scoring import Downscaled, Scored, entropy, gradient_norm, margin
+from rowprop.scoring import Downscaled, entropy, gradient_norm, margin
 from rowprop.selection import (
     AboveMean,
     Context,
@@ -39,7 +41,6 @@ from rowprop.selection import (
     TopBottom,
     TopK,
 )
-from rowprop.step.selective import SelectiveBackprop
 
 
 @dataclass(frozen=True)
@@ -269,49 +270,39 @@ NO_SCORERS = {  # public names of rowprop.scoring that are none
     "score_without_graph": "runs a scorer",
 }
 
-EPOCHS = 3
-
 NO_RECIPES_OF_ROWS = {
     "high_entropy_tokens": "of tokens; test_step_tokens.py has its tests",
     "rho1": "of tokens; test_step_tokens.py has its tests",
 }
 
 
-@dataclass(frozen=True)
-class RecipeCase:
-    """A recipe: from a model and keywords of SelectiveBackprop to a step, for EPOCHS passes over the batch's rows."""
-
-    make: Callable[..., SelectiveBackprop]
-
-
-def _losses_and_norms(model: Any, batch: tuple[Tensor, Tensor]) -> Scored:
-    logits = model(batch[0])
-    return Scored(F.cross_entropy(logits, batch[1], reduction="none"), gradient_norm(logits.detach(), batch[1]))
+def _recipe(make: MakeStep, *arguments: Any, **options: Any) -> MakeStep:
+    """Makes a step of a model and a losses function, and draws the same numbers each time."""
+    options = {"engine": "sliced"} | options
+    return lambda model, losses_fn: make(model, losses_fn, *arguments, generator=seeded(1), **options)
 
 
-def _recipe(make: Callable[..., SelectiveBackprop], *arguments: Any, **options: Any) -> RecipeCase:
-    return RecipeCase(lambda model, **more: make(model, losses_fn, *arguments, **{"engine": "sliced"} | options | more))
-
-
-RECIPES: dict[str, list[RecipeCase]] = {
-    "batch_loss_filter": [_recipe(recipes.batch_loss_filter, epochs=EPOCHS, min_loss_perc=0.6)],
+LOSERS = {"epochs": EPOCHS, "batch_rows": BATCH, "beta": 1.0}
+PRUNING = {"num_rows": OF_A_TRAINING, "epochs": EPOCHS, "full_after": 1.0, "seed": 2}
+RECIPES: dict[str, list[MakeStep]] = {  # for the trainings of killed.py
+    "batch_loss_filter": [_recipe(recipes.batch_loss_filter, epochs=EPOCHS, min_loss_perc=0.7)],
     "biggest_losers": [
-        _recipe(recipes.biggest_losers, batch_rows=4, epochs=EPOCHS, beta=1.0, staleness=staleness, engine=engine)
-        for staleness, engine in ((1, "sliced"), (3, "recompute"))
+        _recipe(recipes.biggest_losers, staleness=staleness, engine=engine, **LOSERS)
+        for staleness, engine in ((1, "sliced"), (2, "recompute"), (3, "recompute"))
     ],
     "composer": [
         _recipe(recipes.composer, start=0.1),
         _recipe(recipes.composer, start=0.1, scale_factor=0.5, engine="recompute"),
     ],
     "infobatch": [
-        _recipe(recipes.infobatch, num_rows=ROWS, epochs=EPOCHS),
-        _recipe(recipes.infobatch, num_rows=ROWS, epochs=EPOCHS, selector=RandomRows(0.5)),
+        _recipe(recipes.infobatch, **PRUNING),
+        _recipe(recipes.infobatch, selector=RandomRows(0.5), **PRUNING),
     ],
     "kath18": [
-        RecipeCase(partial(recipes.kath18, losses_fn=_losses_and_norms, keep=0.5, gated=gated, engine="sliced"))
-        for gated in (True, False)
+        _recipe(recipes.kath18, keep=0.75),
+        *[_recipe(recipes.kath18, keep=0.5, gated=gated) for gated in (True, False)],
     ],
     "ohem": [_recipe(recipes.ohem)],
     "random": [_recipe(recipes.random)],
-    "rho_loss": [_recipe(recipes.rho_loss, torch.linspace(0, 3, ROWS), keep=0.5)],
+    "rho_loss": [_recipe(recipes.rho_loss, torch.linspace(0, 2, OF_A_TRAINING), keep=0.5)],
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -89,24 +90,11 @@ def test_rounds_are_interleaved_and_their_order_turns():
     assert [len(timing.rounds) for timing in found.values()] == [3, 3, 3]
 
 
-class Script:
-    """A clock that returns the given seconds, one run after the other."""
-
-    def __init__(self, *runs_s: dict[str, float]) -> None:
-        self.runs_s = list(runs_s)
-
-    def __call__(self, devices: object) -> Script:
-        return self
-
-    def done(self, phase: str) -> None: ...
-
-    def phases_s(self) -> dict[str, float]:
-        return self.runs_s.pop(0)
-
-
 def test_the_seconds_of_the_clock_are_summed_up_without_the_warm_up():
     told = [{"f": 100.0, "b": 900.0}, *({"f": float(i), "b": 3.0 * i} for i in (5, 1, 4, 2, 9))]
-    timing = measure({"step": lambda done: None}, rounds=5, warmup=1, clock=Script(*told))["step"]
+    clock = Mock()  # makes a clock that tells these seconds, one run after the other
+    clock.return_value.phases_s.side_effect = told
+    timing = measure({"step": lambda done: None}, rounds=5, warmup=1, clock=clock)["step"]
     assert timing.phases == ("f", "b")
     assert (timing.each_s("f"), timing.each_s()) == ([5, 1, 4, 2, 9], [20, 4, 16, 8, 36])
     q1, median, q3 = np.quantile([20, 4, 16, 8, 36], [0.25, 0.5, 0.75])

@@ -366,7 +366,6 @@ def flat(ids: Tensor) -> object:
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(halved, engine="recompute"), "SelectiveBackprop got engine=Recompute(scoring='train') ... take 'sliced'."),
     (partial(halved, history=LossHistory()), "unit='token' with a history ... leave the history out."),
-    (partial(halved, unit="pixel"), "SelectiveBackprop got unit='pixel' but one of row, token ... the default is row."),
     (partial(halved, counted=SIX > 0, unit="row"), "a call got counted but the step selects among rows; unit='token'"),
     (partial(halved, counted=SIX), "counted came as a tensor of shape (2, 3) ... a bool mask ... `labels[:, 1:] != -"),
     (partial(halved, counted=[True]), "counted=[True], a list, but a bool mask of the shape of the losses was needed"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,19 +16,11 @@ from rowprop.backprop.sliced import RowSlice
 from rowprop.thinning import squares
 from rowprop.thinning.drawn import Drawn, thinned
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 
 N = 9
 FEW, MANY = 5, 24
 """Tokens of a row: the squares are exact with few, and estimated with many where both widths are large."""
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the backward of a compiled region")
-        yield
 
 
 def told(
@@ -351,14 +342,8 @@ def test_where_no_entry_is_the_square_of_a_row_of_its_own_nothing_is_told(forwar
     assert told(out, Layout(0, N), torch.randn_like(out), make=make) == []
 
 
-@pytest.fixture
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own while it compiles
-        warnings.filterwarnings("error", message="the backward of a compiled region")
-        yield
-    torch._dynamo.reset()
+# While it compiles, torch may warn of its own.
+COMPILED = pytest.mark.filterwarnings("ignore", "error:the backward of a compiled region")
 
 
 def first_with_half(out: Tensor, v: Tensor) -> None:
@@ -367,12 +352,13 @@ def first_with_half(out: Tensor, v: Tensor) -> None:
     hook_gradient(out, Layout(0, N), lambda grad, layout: chosen(rows_in(grad, layout), half_of)).backward(v)
 
 
-@pytest.mark.usefixtures("_fresh")
+@COMPILED
 @pytest.mark.usefixtures("quick_kernels")
 @pytest.mark.parametrize(("kernels", "dynamic"), [("eager", False), ("eager", True), ("inductor", None)])
 def test_a_compiled_region_tells_what_eager_mode_does(kernels: str, dynamic: bool | None):
     # Red with a key without `measures`: the second backward then finds the first one's graph. Red under Inductor
     # with the weight gradient itself in the graph.
+    torch._dynamo.reset()
     model, (x, v) = deep(), images()
     compiled = torch.compile(model, backend="rowprop", options={"kernels": kernels}, dynamic=dynamic)
     first_with_half(compiled(x), v)
@@ -390,12 +376,13 @@ def test_a_compiled_region_tells_what_eager_mode_does(kernels: str, dynamic: boo
             same(of_rows, other, 1e-3)
 
 
-@pytest.mark.usefixtures("_fresh")
+@COMPILED
 @pytest.mark.parametrize("lengths", [(20, 10), (10, 20)], ids=str)
 def test_a_region_of_any_length_tells_of_short_and_of_long_sequences(lengths: tuple[int, int]):
     # Red where the graph asks whether there are more than 16 tokens: its symbol answers as in the first call, and the
     # region runs at full size from the second call on. An estimate of one row is off by .35 of it at most, as a
     # standard deviation; all rows have the same signs.
+    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 32))
     compiled = torch.compile(model, backend="rowprop", options={"kernels": "eager"}, dynamic=True)
     first_with_half(compiled(torch.randn(N, lengths[0], 40)), torch.randn(N, lengths[0], 32))

@@ -20,52 +20,33 @@ from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.control import Control
 from rowprop.thinning.drawn import Drawn
 from rowprop.thinning.worth import Worth
-from thinning_models import (
-    MODELS,
-    ROWS,
-    Checkpointed,
-    capped,
-    gradient,
-    of_blocks,
-    prepared,
-    resumed,
-    spread,
-)
+from thinning_models import MODELS, ROWS, Checkpointed, capped, gradient, of_blocks, prepared, resumed, spread
+from zoo import Net
 
-pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn", "seeded")
 DRAWS = 120
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """Blocks whose outputs are tuples."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.GRU(3, 6, batch_first=True), nn.GRU(6, 6, batch_first=True)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in net.layers:
             x, _ = layer(x)
         return x
 
+    return Net(forward, layers=nn.ModuleList(nn.GRU(inputs, 6, batch_first=True) for inputs in (3, 6)))
 
-class Faint(nn.Module):
+
+def faint() -> nn.Module:
     """A head with nearly all of the gradient's variance: the norms at the blocks do not know."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in net.layers:
             x = x + 0.3 * layer(x).tanh()
-        return self.head(x)
+        return net.head(x)
+
+    return Net(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), head=nn.Linear(8, 4))
 
 
 def cnn() -> nn.Module:
@@ -82,10 +63,10 @@ def normed() -> nn.Module:
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: of_blocks(*(nn.Linear(6, 6) for _ in range(3))), (6,)),
     "cnn": (cnn, (1, 6, 6)),
-    "recurrent": (Recurrent, (5, 3)),
+    "recurrent": (recurrent, (5, 3)),
     "transformer": MODELS["sequence first"],
     "normed": (normed, (6,)),
-    "faint": (Faint, (8,)),
+    "faint": (faint, (8,)),
 }
 NAMES = ["mlp", "cnn", "recurrent", "transformer"]
 

@@ -18,16 +18,12 @@ from rowprop.thinning import worth
 from rowprop.thinning.control import RENEWED_AFTER, Control
 from rowprop.thinning.worth import COSTS, Costs, Work, Worth, cheapest, work_below
 from thinning_models import Checkpointed, Residual, gradient, layers, of_blocks, resumed
+from zoo import seq
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 ROWS = 16
 NOTHING = Costs(0, 0, 0, 0)
 WORK = 3 * 2 * 2 * (2 * ROWS * 4 * 4)  # of three residual blocks: two layers each, of which each has two products
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.fixture
@@ -55,20 +51,15 @@ def works_of(model: nn.Module, x: Tensor) -> list[Work]:
     return works
 
 
-# --- the count --------------------------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
+def attention(x: Tensor) -> Tensor:
     """Products of activations with activations."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ x.transpose(1, 2)).softmax(-1) @ x
+    return (x @ x.transpose(1, 2)).softmax(-1) @ x
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: of_blocks(*(nn.Linear(6, 6) for _ in range(3))), (6,)),
     "tokens": (residuals, (5, 4)),
-    "attention": (lambda: nn.Sequential(nn.Linear(6, 6), Attention(), Attention()), (5, 6)),
+    "attention": (lambda: seq(nn.Linear(6, 6), attention, attention), (5, 6)),
     "cnn": (lambda: of_blocks(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 6, 3)), (2, 9, 9)),
     "transformer": (lambda: nn.Sequential(nn.Linear(3, 8), *layers(3, 8)), (5, 3)),
 }
@@ -148,9 +139,6 @@ def test_a_part_that_runs_in_a_backward_is_counted_whole():
     assert decided.counted["b"] == work_below(inside, -1)[0] == decided.counted["a"]
 
 
-# --- the cheapest draws -----------------------------------------------------------------------------------------------
-
-
 def counted(works: dict[str, Work]) -> Worth:
     """A decider that has counted one forward."""
     return Worth(counted=works, forwards=1)
@@ -212,9 +200,6 @@ def test_a_state_with_work_of_no_forward_is_refused():
     state = counted({"0": Work(exact=1.0)}).state_dict()
     with pytest.raises(InvalidInput, match="forwards=0"):
         Worth().restored({**state, "forwards": 0.0})
-
-
-# --- the handle -------------------------------------------------------------------------------------------------------
 
 
 def test_a_small_model_turns_itself_off_and_is_tried_again(monkeypatch: pytest.MonkeyPatch):
