@@ -149,7 +149,7 @@ class How:
     rank: int | None = None
     save: Path | None = None
     resume: Path | None = None
-    before: Callable[[nn.Module], Any] = id
+    before: Callable[[nn.Module], Any] = lambda _: None
     """Is called with the network before the training."""
 
     @property
@@ -164,6 +164,9 @@ class Framework:
     name = ""
     ids = False  # whether its batches may carry ids of rows
     saves_ranks = True  # whether its checkpoints hold a state of each process
+
+    def ours(self, selector: Any, **settings: Any) -> Any:
+        return load(f"rowprop.integrations.{self.name}").SelectiveBackpropCallback(selector, **settings)
 
     def fit(self, folder: Path, ours: Any = None, **how: Any) -> tuple[nn.Module, list[dict[str, float]]]:
         return self._fit(folder, ours, How(**how))
@@ -181,9 +184,6 @@ class Lightning(Framework):
 
     def __init__(self, package: str = "lightning.pytorch") -> None:
         self.package = package
-
-    def ours(self, selector: Any, **settings: Any) -> Any:
-        return load("rowprop.integrations.lightning").SelectiveBackpropCallback(selector, **settings)
 
     def _fit(self, folder: Path, ours: Any, how: How) -> tuple[nn.Module, list[dict[str, float]]]:
         logged = list[dict[str, float]]()
@@ -210,9 +210,6 @@ class Fastai(Framework):
     """Its table has the means of an epoch; its own way to train in several processes needs CUDA."""
 
     name, saves_ranks = "fastai", False
-
-    def ours(self, selector: Any, **settings: Any) -> Any:
-        return load("rowprop.integrations.fastai").SelectiveBackpropCallback(selector, **settings)
 
     def shown(self, logged: list[dict[str, float]], accumulate: int = 1) -> list[dict[str, float]]:
         return means_of(logged)

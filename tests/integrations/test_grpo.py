@@ -530,8 +530,8 @@ def test_evaluation_is_untouched_and_the_handle_gives_the_trainer_back(tmp_path)
         torch.manual_seed(0)
         trainer.evaluate()
     told, ours_told = (trainer.state.log_history[-1] for trainer in (plain, ours))
-    apart = {key for key in told if told[key] != ours_told[key]}
-    assert apart <= {key for key in told if "second" in key or "time" in key}
+    others = {key for key in told if told[key] != ours_told[key]}
+    assert others <= {key for key in told if "second" in key or "time" in key}
     handle.remove()
     handle.remove()
     assert set(vars(ours)) == set(vars(plain))
