@@ -159,7 +159,8 @@ def test_a_second_comparison_that_was_killed_is_not_taken_for_the_finished_first
     compare(finished, "--fresh", "--lr", "0.01")
     assert not (finished / "results.json").exists()
     stays(finished, said="holds a comparison with 1 finished run; add --resume")
-    stays(finished, "--resume", said="lr was 0.01 and is now 0.05")
+    others = f"the runs in {finished} were made with other settings (lr was 0.01 and is now 0.05)"
+    stays(finished, "--resume", said=others)
     shutil.copy(finished / "runs" / "full-seed0.json", first := finished / "earlier-1" / "runs")
     said = f"{first}/full-seed0.json cannot be used (it was made with other settings: lr was 0.01"
     stays(finished / "earlier-1", "--resume", said=said)
