@@ -1,23 +1,26 @@
-"""Lightning, fastai and Composer as the tests use them; and the three behind one door, for what holds for all."""
+"""Lightning, fastai, Composer and accelerate as the tests use them; and behind one door, for what holds for all."""
 
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Subset
 
 from families import load
-from plain_loop import BATCH, EPOCHS, RATE, ROWS, data, groups, losses_of, network
+from plain_loop import BATCH, EPOCHS, RATE, ROWS, data, forget_processes, groups, losses_of, network
+from rowprop import SelectiveBackprop
+from rowprop.distributed import Local
 
 
 def module_of(package: str) -> Any:
@@ -53,29 +56,8 @@ def fit(module: Any, callbacks: list[Any], folder: Path, *, package: str = "ligh
         callbacks=callbacks, **given | settings,
     )  # fmt: skip
     dataset = data() if dataset is None else dataset
-    sampler = EachRank() if "devices" in settings else None
-    trainer.fit(module, DataLoader(dataset, batch, sampler=sampler), DataLoader(data(), BATCH), ckpt_path=ckpt)
+    trainer.fit(module, DataLoader(dataset, batch), DataLoader(data(), BATCH), ckpt_path=ckpt)
     return trainer
-
-
-class EachRank(Sampler[int]):
-    """Every second row, from the rank on."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(torch.distributed.get_rank(), ROWS, 2))
-
-    def __len__(self) -> int:
-        return ROWS // 2
-
-
-def listener(package: str) -> tuple[Any, list[dict[str, float]]]:
-    """A callback, and the logged numbers of every step, of which it takes note."""
-    logged = list[dict[str, float]]()
-
-    def note(trainer: Any, *_: Any) -> None:
-        logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-    return importlib.import_module(f"{package}.callbacks").LambdaCallback(on_train_batch_end=note), logged
 
 
 def learner(cbs: Any = None, *, model: nn.Module | None = None, batch: int = BATCH, loss_func: Any = None,
@@ -155,125 +137,190 @@ def fitted(model: Any, *algorithms: Any, **settings: Any) -> Any:
     return trainer
 
 
-def as_rank(rank: int) -> None:
-    """Tell Composer which of two processes this one is."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "NODE_RANK": 0}
-    os.environ.update({name: str(value) for name, value in ranks.items()})
+@dataclass
+class How:
+    """What a training has in place of the plain loop's; one of two processes has a rank."""
 
+    dataset: Any = field(default_factory=data)
+    batch: int = BATCH
+    accumulate: int = 1
+    epochs: int = EPOCHS
+    bf16: bool = False
+    rank: int | None = None
+    save: Path | None = None
+    resume: Path | None = None
+    before: Callable[[nn.Module], Any] = lambda _: None
+    """Is called with the network before the training."""
 
-def logged_by(trainer: Any) -> list[dict[str, float]]:
-    """The numbers of each batch."""
-    found: dict[int, dict[str, float]] = {}
-    for name, values in trainer.seen.items():
-        for time, value in values:
-            found.setdefault(time.batch.value, {})[name] = value
-    return [found[number] for number in sorted(found)]
+    @property
+    def rows(self) -> Any:
+        """The process's own: of two every second, from the rank on."""
+        return self.dataset if self.rank is None else Subset(self.dataset, range(self.rank, ROWS, 2))
 
 
 class Framework:
     """``fit`` trains, with what ``ours`` makes or without it, and gives the network and the numbers that are shown."""
 
     name = ""
+    ids = False  # whether its batches may carry ids of rows
+    saves_ranks = True  # whether its checkpoints hold a state of each process
 
-    def shown(self, logged: list[dict[str, float]]) -> list[dict[str, float]]:
+    def ours(self, selector: Any, **settings: Any) -> Any:
+        return load(f"rowprop.integrations.{self.name}").SelectiveBackpropCallback(selector, **settings)
+
+    def fit(self, folder: Path, ours: Any = None, **how: Any) -> tuple[nn.Module, list[dict[str, float]]]:
+        return self._fit(folder, ours, How(**how))
+
+    def _fit(self, folder: Path, ours: Any, how: How) -> tuple[nn.Module, list[dict[str, float]]]:
+        raise NotImplementedError
+
+    def shown(self, logged: list[dict[str, float]], accumulate: int = 1) -> list[dict[str, float]]:
         """The numbers of each batch as the framework has them."""
         return logged
 
 
 class Lightning(Framework):
-    name = "lightning"
+    name, ids = "lightning", True
 
     def __init__(self, package: str = "lightning.pytorch") -> None:
         self.package = package
 
-    def ours(self, selector: Any, **settings: Any) -> Any:
-        return load("rowprop.integrations.lightning").SelectiveBackpropCallback(selector, **settings)
+    def _fit(self, folder: Path, ours: Any, how: How) -> tuple[nn.Module, list[dict[str, float]]]:
+        logged = list[dict[str, float]]()
 
-    def fit(
-        self, folder: Path, ours: Any = None, *, batch: int = BATCH, accumulate: int = 1, bf16: bool = False,
-        epochs: int = EPOCHS, save: Path | None = None, resume: Path | None = None,
-    ) -> tuple[nn.Module, list[dict[str, float]]]:  # fmt: skip
-        module, (listens, logged) = module_of(self.package), listener(self.package)
-        callbacks = [listens] if ours is None else [ours, listens]
-        more: dict[str, Any] = {"precision": "bf16-mixed"} if bf16 else {}
-        more |= {"package": self.package, "batch": batch, "ckpt": resume, "max_epochs": epochs}
-        trainer = fit(module, callbacks, folder, accumulate_grad_batches=accumulate, **more)
-        if save:
-            trainer.save_checkpoint(save)
+        def note(trainer: Any, *_: Any) -> None:
+            logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+        listens = importlib.import_module(f"{self.package}.callbacks").LambdaCallback(on_train_batch_end=note)
+        more: dict[str, Any] = {"precision": "bf16-mixed"} if how.bf16 else {}
+        if how.rank is not None:
+            more |= {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+        module = module_of(self.package)
+        how.before(module.network)
+        trainer = fit(
+            module, [listens] if ours is None else [ours, listens], folder, package=self.package, dataset=how.rows,
+            ckpt=how.resume, batch=how.batch, max_epochs=how.epochs, accumulate_grad_batches=how.accumulate, **more,
+        )  # fmt: skip
+        if how.save:
+            trainer.save_checkpoint(how.save)
         return module.network, logged
 
 
 class Fastai(Framework):
-    """Its table has the means of an epoch."""
+    """Its table has the means of an epoch; its own way to train in several processes needs CUDA."""
 
-    name = "fastai"
+    name, saves_ranks = "fastai", False
 
-    def ours(self, selector: Any, **settings: Any) -> Any:
-        return load("rowprop.integrations.fastai").SelectiveBackpropCallback(selector, **settings)
-
-    def shown(self, logged: list[dict[str, float]]) -> list[dict[str, float]]:
+    def shown(self, logged: list[dict[str, float]], accumulate: int = 1) -> list[dict[str, float]]:
         return means_of(logged)
 
-    def fit(
-        self, folder: Path, ours: Any = None, *, batch: int = BATCH, accumulate: int = 1, bf16: bool = False,
-        epochs: int = EPOCHS, save: Path | None = None, resume: Path | None = None,
-    ) -> tuple[nn.Module, list[dict[str, float]]]:  # fmt: skip
-        cbs = [] if ours is None else [ours]
-        if accumulate > 1:
-            cbs.append(load("fastai.callback.training").GradientAccumulation(n_acc=accumulate * BATCH))
+    def _fit(self, folder: Path, ours: Any, how: How) -> tuple[nn.Module, list[dict[str, float]]]:
+        cbs, model = [] if ours is None else [ours], network()
+        how.before(model)
+        if how.rank is not None:
+            model = nn.parallel.DistributedDataParallel(model)
+        if how.accumulate > 1:
+            cbs.append(load("fastai.callback.training").GradientAccumulation(n_acc=how.accumulate * BATCH))
         with pytest.MonkeyPatch.context() as patch:
-            if bf16:  # of the CPU, under a gradient scaler
+            if how.bf16:  # of the CPU, under a gradient scaler
                 fp16 = load("fastai.callback.fp16")
-                patch.setattr(fp16, "autocast", lambda *_, **__: torch.autocast("cpu", dtype=torch.bfloat16))
+                patch.setattr(fp16, "autocast", bfloat16)
                 patch.setattr(fp16, "GradScaler", lambda *_, **__: torch.amp.GradScaler("cpu", init_scale=1024.0))
                 cbs.append(fp16.MixedPrecision())
-            learn = learner(cbs, batch=batch, path=folder)
+            learn = learner(cbs, model=model, batch=how.batch, dataset=how.rows, path=folder)
             learn.dls.c = 3  # classes
-            if resume:
-                learn.load(resume.stem)
-                ours.load_state_dict(torch.load(resume, weights_only=True))
-            learn.fit(epochs, start_epoch=1 if resume else 0)
-        if save:
-            learn.save(save.stem)
-            torch.save(ours.state_dict(), save)
-        lines = [] if resume else table(learn)  # of the epochs before it, fastai writes shorter lines
-        return learn.model, [{name: each for name, each in line.items() if name != "time"} for line in lines]
+            if how.resume:
+                learn.load(how.resume.stem)
+                ours.load_state_dict(torch.load(how.resume, weights_only=True))
+            learn.fit(how.epochs, start_epoch=1 if how.resume else 0)
+        if how.save:
+            learn.save(how.save.stem)
+            torch.save(ours.state_dict(), how.save)
+        lines = [] if how.resume else table(learn)  # of the epochs before it, fastai writes shorter lines
+        shown = [{name: each for name, each in line.items() if name != "time"} for line in lines]
+        return model if how.rank is None else model.module, shown
 
 
 class Composer(Framework):
-    """Accumulation is its microbatches."""
+    """Accumulation is its microbatches, and its numbers are means over them."""
 
     name = "composer"
 
     def ours(self, selector: Any, **settings: Any) -> Any:
         return always(selector=selector, **settings)
 
-    def fit(
-        self, folder: Path, ours: Any = None, *, batch: int = BATCH, accumulate: int = 1, bf16: bool = False,
-        epochs: int = EPOCHS, save: Path | None = None, resume: Path | None = None,
-    ) -> tuple[nn.Module, list[dict[str, float]]]:  # fmt: skip
-        more: dict[str, Any] = {"load_path": str(resume)} if resume else {}
-        if accumulate > 1:
-            more["device_train_microbatch_size"] = batch
+    def shown(self, logged: list[dict[str, float]], accumulate: int = 1) -> list[dict[str, float]]:
+        return [{name: fmean(each[name] for each in one) for name in one[0]} for one in groups(logged, accumulate)]
+
+    def _fit(self, folder: Path, ours: Any, how: How) -> tuple[nn.Module, list[dict[str, float]]]:
+        more: dict[str, Any] = {"load_path": str(how.resume)} if how.resume else {}
+        if how.accumulate > 1:
+            more["device_train_microbatch_size"] = how.batch
         with pytest.MonkeyPatch.context() as patch:
-            if bf16:  # which Composer has for GPUs alone
+            if how.bf16:  # which Composer has for GPUs alone
                 module = load("composer.trainer.trainer")
                 patch.setattr(module, "_validate_precision", lambda *_: None)
                 patch.setattr(module, "get_precision_context", bfloat16)
                 more["precision"] = "amp_bf16"
-            model = model_of()
-            trainer = trainer_of(model, [] if ours is None else [ours], batch=accumulate * batch, **more)
-            trainer.fit(duration=f"{epochs}ep" if save else None)
-        if save:
-            trainer.save_checkpoint(str(save))
+            model, algorithms = model_of(), [] if ours is None else [ours]
+            how.before(model.network)
+            trainer = trainer_of(model, algorithms, dataset=how.dataset, batch=how.accumulate * how.batch, **more)
+            trainer.fit(duration=f"{how.epochs}ep" if how.save else None)
+        if how.save:
+            trainer.save_checkpoint(str(how.save))
         trainer.close()
-        return model.network, [line for line in logged_by(trainer) if "loss/train/total" in line]
+        found: dict[int, dict[str, float]] = {}
+        for name, values in trainer.seen.items():
+            for time, value in values:
+                found.setdefault(time.batch.value, {})[name] = value
+        return model.network, [found[number] for number in sorted(found) if "loss/train/total" in found[number]]
 
 
-@contextmanager
-def bfloat16(*_: Any, **__: Any) -> Iterator[None]:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        yield
+class Accelerate(Framework):
+    """The page's loop. Of several processes its checkpoints have the states that are registered of the first alone."""
+
+    name, saves_ranks = "accelerate", False
+
+    def ours(self, selector: Any, **settings: Any) -> Any:
+        return SimpleNamespace(selector=selector, settings=settings, trackers=[])
+
+    def _fit(self, folder: Path, ours: Any, how: How) -> tuple[nn.Module, list[dict[str, float]]]:
+        forget_processes()
+        accelerator = load("accelerate").Accelerator(
+            cpu=True, gradient_accumulation_steps=how.accumulate, mixed_precision="bf16" if how.bf16 else "no"
+        )
+        model, dataset, logged = network(), how.dataset, list[dict[str, float]]()
+        if how.rank is not None:  # each rank gets every second batch, which holds its rows
+            dataset = Subset(dataset, torch.arange(ROWS).view(-1, BATCH, 2).mT.flatten().tolist())
+        optimizer, loader = torch.optim.SGD(model.parameters(), lr=RATE), DataLoader(dataset, how.batch)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        how.before(model)
+        if ours is not None:
+            accelerator.trackers = ours.trackers
+            ours.step = SelectiveBackprop(model, losses_of, ours.selector, ranks=Local(), **ours.settings)
+            accelerator.register_for_checkpointing(ours.step)
+        if how.resume:
+            accelerator.load_state(str(how.resume))
+        for batch in chain.from_iterable([loader] * (how.epochs - (1 if how.resume else 0))):
+            with accelerator.accumulate(model), accelerator.autocast():
+                if ours is None:
+                    loss = losses_of(model, batch).mean()
+                    logged.append({"loss_all": float(loss)})
+                else:
+                    loss, ours.record = ours.step(batch)
+                    numbers = ours.record.to_dict()
+                    accelerator.log(numbers, step=ours.record.step)
+                    logged.append(numbers | {"kept": ours.record.num_kept / ours.record.num_rows})
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        if how.save:
+            accelerator.save_state(str(how.save))
+        return accelerator.unwrap_model(model), logged
 
 
-FRAMEWORKS = [Lightning(), Lightning("pytorch_lightning"), Fastai(), Composer()]
+def bfloat16(*_: Any, **__: Any) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+FRAMEWORKS = [Lightning(), Lightning("pytorch_lightning"), Fastai(), Composer(), Accelerate()]

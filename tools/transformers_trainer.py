@@ -39,6 +39,17 @@ def decoder(**config: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=16, vocab_size=WORDS, pad_token_id=0, **config))
 
 
+def adapted(model: Any) -> Any:
+    """With LoRA on each linear layer but the head."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if "lora_B" in name:  # it begins at zero, and so would all gradients of lora_A
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
+    return model
+
+
 def texts(make: Callable[[torch.Generator, Tensor], Any], rows: int = ROWS) -> list[dict[str, Any]]:
     """Rows of tokens, with labels from a function of their tokens."""
     generator = torch.Generator().manual_seed(0)

@@ -19,7 +19,6 @@ import rowprop
 from commands import TINY, compare, refused, run
 from rowprop.__main__ import main as entry_point
 from rowprop.app.cli import TESTED, app
-from rowprop.app.compare import run as run_module
 from rowprop.app.compare.folder import LOCK
 from rowprop.backprop.rules.registry import RULES
 from rowprop.errors import is_ours
@@ -37,25 +36,6 @@ def test_a_comparison_prints_its_tables_and_writes_its_files(compared: tuple[Pat
     assert str(out / "report.html") in result.stderr
     again = compare(out, "--resume", "--json")  # all that stdout holds is the object
     assert json.loads(again.stdout) == json.loads((out / "results.json").read_text())
-
-
-def test_ctrl_c_before_training_and_while_the_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Red where the latter says that training had not begun.
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    kept = (
-        f"Stopped with 2 of 2 runs finished; they are kept in {tmp_path}. Run the same command with --resume to go on."
-    )
-    before = f"Stopped before training began; nothing in {tmp_path} was removed."
-    for part, said in (("load_data", before), ("render_report", kept)):
-        with monkeypatch.context() as patched:
-            patched.setattr(run_module, part, interrupted)
-            result = compare(tmp_path, "--seeds", "1")
-        assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, said)
-    resumed = compare(tmp_path, "--seeds", "1", "--resume")
-    assert (resumed.exit_code, "; 2 kept from before." in resumed.stderr) == (0, True)
-    assert (tmp_path / "report.html").is_file()
 
 
 def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):

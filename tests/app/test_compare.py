@@ -9,7 +9,6 @@ import math
 import re
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -448,21 +447,6 @@ def test_resuming_ends_where_an_uninterrupted_comparison_ends(name: str, request
     monkeypatch.setattr(run_module, "render_report", lambda *_: "")
     for missing in whole.results["runs"][1::3]:
         (part / "runs" / f"{missing['label']}-seed{missing['seed']}.json").unlink()
-    calls = itertools.count()
-
-    def train_or_stop(*arguments):
-        if next(calls) == 1:
-            raise KeyboardInterrupt
-        return train(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run_module, "train", train_or_stop)
-        stopped = compare(given, part, resume=True)
-    assert (stopped.interrupted, stopped.finished_runs, stopped.planned_runs) == (True, 6, 8)
-    with pytest.raises(InvalidInput, match=r"holds a comparison with 6 finished runs; add --resume"):
-        compare(given, part)
-    with pytest.raises(InvalidInput, match=r"other settings \(batch_rows was \d+ and is now 4\)"):
-        compare(replace(given, batch_rows=4), part, resume=True)
     resumed = compare(given, part, resume=True)
     assert not resumed.interrupted
     assert figures(part) == figures(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -158,7 +159,8 @@ def test_a_second_comparison_that_was_killed_is_not_taken_for_the_finished_first
     compare(finished, "--fresh", "--lr", "0.01")
     assert not (finished / "results.json").exists()
     stays(finished, said="holds a comparison with 1 finished run; add --resume")
-    stays(finished, "--resume", said="lr was 0.01 and is now 0.05")
+    others = f"the runs in {finished} were made with other settings (lr was 0.01 and is now 0.05)"
+    stays(finished, "--resume", said=others)
     shutil.copy(finished / "runs" / "full-seed0.json", first := finished / "earlier-1" / "runs")
     said = f"{first}/full-seed0.json cannot be used (it was made with other settings: lr was 0.01"
     stays(finished / "earlier-1", "--resume", said=said)
@@ -256,32 +258,40 @@ def test_data_that_change_the_working_directory_do_not_move_the_folder(tmp_path:
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_ctrl_c_counts_the_runs_of_this_comparison_only(stopped: Path, whole: Path, monkeypatch: pytest.MonkeyPatch):
-    # Red where files are counted: runs of other methods and someone's own JSON are none of this comparison's.
+KEPT = "of 4 runs finished; they are kept in out. Run the same command with --resume"
+
+
+@pytest.mark.parametrize(
+    ("part", "nth", "arguments", "said", "kept"),
+    [
+        ("load_data", 1, "--resume", "Stopped before training began; nothing in out was removed.", 3),
+        ("train", 1, "--fresh", "Stopped before a run was finished.", 0),
+        ("train", 2, "--resume --methods full,random", f"Stopped with 3 {KEPT} to go on.", 3),
+        ("train", 3, "--fresh", f"Stopped with 2 {KEPT} instead of --fresh to go on.", 2),
+        ("render_report", 1, "--resume", f"Stopped with 4 {KEPT} to go on.", 4),
+    ],
+)
+def test_ctrl_c_counts_the_runs_of_this_comparison_only(
+    part: str, nth: int, arguments: str, said: str, kept: int, stopped: Path, whole: Path, monkeypatch
+):
+    # In the nth call of a part. Red where files are counted: runs of other methods and someone's own JSON are none of
+    # this comparison's; where one that comes while the results are written says that training had not begun.
     monkeypatch.chdir(stopped.parent)
     (stopped / "runs" / "mine.txt").write_text("")
+    calls, own = itertools.count(1), getattr(run_module, part)
 
-    def stopped_at(nth: int, *arguments: str) -> str:
-        """The last line of a comparison that is stopped in the nth run that it trains."""
+    def interrupted(*given: Any):
+        if next(calls) == nth:
+            raise KeyboardInterrupt
+        return own(*given)
 
-        def train_or_stop(*given: Any):
-            if next(calls) == nth:
-                raise KeyboardInterrupt
-            return train(*given)
-
-        calls = iter(range(1, 100))
-        with monkeypatch.context() as patched:
-            patched.setattr(run_module, "train", train_or_stop)
-            result = compare(stopped.name, *arguments)
-        assert result.exit_code == 130
-        return result.stderr.splitlines()[-1]
-
-    kept, again = "of 4 runs finished; they are kept in out.", "Run the same command with --resume"
-    assert f"Stopped with 3 {kept} {again} to go on." in stopped_at(2, "--resume", "--methods", "full,random")
-    assert f"Stopped with 2 {kept} {again} instead of --fresh" in stopped_at(3, "--fresh")
-    assert stopped_at(1, "--fresh") == "Stopped before a run was finished."
-    assert not (stopped / "results.json").exists()
-    assert compare(stopped.name, "--resume").exit_code == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, part, interrupted)
+        result = compare(stopped.name, *arguments.split())
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, said)
+    assert (stopped / "results.json").exists() == said.startswith("Stopped with")
+    assert kept_before(compare(stopped.name, "--resume")) == kept
+    assert (stopped / "report.html").is_file()
     assert figures(stopped) == figures(whole)
 
 

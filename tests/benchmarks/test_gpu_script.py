@@ -48,11 +48,12 @@ raise SystemExit(gpu.main())
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The results of a dry run, as JSON and as a page; its parts share a process, but for the tests."""
+    """The results of a dry run, as JSON and as a page; its parts share a process, but for the tests, which run too."""
     out = tmp_path_factory.mktemp("gpu")
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(SCRIPT.parent)]}{FEWER_PROCESSES}"]
     command += ["--dry", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1000)
+    there = {**os.environ, "ROWPROP_GPU_TESTS_ON": "cpu"}
+    done = subprocess.run(command, env=there, capture_output=True, text=True, check=False, timeout=1000)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (figures,), (page,) = out.glob("*-gpu-dry.json"), out.glob("*-gpu-dry.md")
     return json.loads(figures.read_text()), page.read_text()
@@ -63,7 +64,8 @@ def workloads(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_every_part_runs_and_finds_all_of_its_findings(dry: tuple[dict[str, Any], str]):
-    # Red with a model, a measurement or a workload that fails or is left out, in any part.
+    # Red with a model, a measurement or a workload that fails or is left out, in any part; and when test_gpu.py has a
+    # mistake that shows on any device.
     parts = dry[0]["parts"]
     assert [(name, part["status"]) for name, part in parts.items()] == [
         (name, "done") for name in ("tests", "verify", "doubts", "tokens", "eager", "compiled")
@@ -72,6 +74,7 @@ def test_every_part_runs_and_finds_all_of_its_findings(dry: tuple[dict[str, Any]
     assert {"test_gpu.py", "test_timing.py"} <= tests.keys()
     for counts in tests.values():
         assert counts["failures"] == {} and 0 < counts["tests"] == counts["passed"] + counts["skipped"]
+    assert tests["test_gpu.py"]["passed"] > 0
     verdicts = {name: found["status"] for name, found in parts["verify"]["found"].items()}
     assert verdicts == dict.fromkeys(TEN, "exact")  # so few rows that BatchNorm takes the exact gradient
     assert parts["doubts"]["found"].keys() == {"new_shapes", "gathering", "host_time", "captured"}
@@ -244,11 +247,3 @@ def test_a_finding_that_fails_is_told_and_the_next_one_made(capsys: pytest.Captu
     part = {"status": "done", "found": found}
     assert not gpu.is_good(part) and gpu.is_good({"status": "done", "found": {"second": found["second"]}})
     assert "and more" in capsys.readouterr().err
-
-
-def test_the_tests_for_a_gpu_run_on_the_cpu():
-    # Red when: test_gpu.py has a mistake that shows on any device.
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_gpu.py"]
-    place, there = SCRIPT.parents[1], {**os.environ, "ROWPROP_GPU_TESTS_ON": "cpu"}
-    done = subprocess.run(command, cwd=place, env=there, capture_output=True, check=False)
-    assert done.returncode == 0 and b" passed" in done.stdout, done.stdout.decode()

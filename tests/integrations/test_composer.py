@@ -20,7 +20,7 @@ from plain_loop import BATCH, EPOCHS, ROWS, batches, by_hand, check_same, data, 
 from rowprop.distributed import Local
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
-from trainers import always, as_rank, fitted, model_of, trainer_of
+from trainers import always, fitted, model_of, trainer_of
 
 MODULE = "rowprop.integrations.composer"
 
@@ -107,25 +107,9 @@ def test_batches_may_be_dicts():
     assert model.loss is own
 
 
-def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
-    # Red when: a rank's loss carries another factor than its share of the kept rows.
-    load("composer")
-
-    def train(rank: int) -> nn.Module:
-        as_rank(rank)
-        model = model_of()
-        fitted(model, always(selector=rowprop.selection.AboveMean(), engine="sliced"))
-        return model.network
-
-    plain_loop.check_two_ranks(train, tmp_path)
-
-
 def test_two_processes_of_unequal_batches_count_all_rows_alike(tmp_path: Path):
     # Against the mean over all 6 rows. Red when: Composer's weights by rows come on top of the step's own.
-    load("composer")
-
     def train(rank: int) -> nn.Module:
-        as_rank(rank)
         model, rows = model_of(), range(4) if rank == 0 else range(4, 6)
         mine = torch.utils.data.Subset(data(), [start + row for start in range(0, ROWS, 6) for row in rows])
         sampler = torch.utils.data.DistributedSampler(mine, 1, 0, shuffle=False)
@@ -135,31 +119,6 @@ def test_two_processes_of_unequal_batches_count_all_rows_alike(tmp_path: Path):
     plain = network()
     descend(plain, batches(6), lambda plain, batch: losses_of(plain, batch).mean())
     check_same(plain_loop.on_two_ranks(train, tmp_path), plain)
-
-
-def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
-    # Red when: the checkpoint holds the first rank's state alone, so that both draw the same rows after a resume.
-    load("composer")
-
-    def train(rank: int) -> nn.Module:
-        as_rank(rank)
-
-        def ours() -> Any:
-            generator = torch.Generator().manual_seed(rank)
-            return always(selector=rowprop.RandomRows(keep=0.5), engine="sliced", generator=generator)
-
-        straight, first, second, whole, resumed = model_of(), model_of(), model_of(), ours(), ours()
-        fitted(straight, whole)
-        trainer = trainer_of(first, [ours()])
-        trainer.fit(duration="1ep")
-        trainer.save_checkpoint(str(tmp_path / "half.pt"))
-        trainer.close()
-        fitted(second, resumed, load_path=str(tmp_path / "half.pt"))
-        assert torch.equal(whole.step.generator.get_state(), resumed.step.generator.get_state())
-        plain_loop.check_equal(straight, second)
-        return second.network
-
-    plain_loop.on_two_ranks(train, tmp_path)
 
 
 def test_callbacks_see_the_model_and_its_forward():

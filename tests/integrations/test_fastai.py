@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import plain_loop
 import rowprop
@@ -136,18 +136,15 @@ def test_fastais_own_logger_writes_the_numbers(tmp_path: Path):
         assert list(map(float, line[-4:-1])) == pytest.approx(list(truth.values()), abs=1e-5)
 
 
-def test_all_rows_are_the_untouched_learner():
+def test_a_filter_that_keeps_all_is_the_untouched_learner(tmp_path: Path):
     # Bit for bit, with batches of 6 rows: red when the loss is a sum of losses times 1/6, is scaled, or when random
     # numbers are drawn.
-    plain = learner(batch=6)
-    plain.fit(EPOCHS)
-    for callback in (ours(rowprop.TopK(keep=1.0)), batch_loss_filter()):
-        selective = learner(callback, batch=6)
-        selective.fit(EPOCHS)
-        plain_loop.check_equal(plain.model, selective.model)
-        for line, truth in zip(table(selective), table(plain), strict=True):
-            assert line["valid_loss"] == truth["valid_loss"]
-            assert line["train_loss"] == pytest.approx(truth["train_loss"], rel=1e-6)  # torch sums it in another order
+    plain, lines = Fastai().fit(tmp_path, batch=6)
+    model, our_lines = Fastai().fit(tmp_path, batch_loss_filter(), batch=6)
+    plain_loop.check_equal(plain, model)
+    for line, truth in zip(our_lines, lines, strict=True):
+        assert line["valid_loss"] == truth["valid_loss"]
+        assert line["train_loss"] == pytest.approx(truth["train_loss"], rel=1e-6)  # torch sums it in another order
 
 
 def test_fastais_kinds_of_tensors_are_sliced():
@@ -168,21 +165,6 @@ def test_fastais_kinds_of_tensors_are_sliced():
     torch.testing.assert_close(before - plain_loop.RATE * expected, convolution.weight.detach(), rtol=0, atol=1e-6)
     assert not report.densified
     assert type(learn.selective_backprop.record.loss_all) is Tensor
-
-
-def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
-    # Two processes of DistributedDataParallel: fastai's own DistributedTrainer needs CUDA. Red when: a rank's loss
-    # carries another factor than its share of the kept rows.
-    load("fastai.basics")
-
-    def train(rank: int) -> nn.Module:
-        rows = Subset(data(), range(rank, ROWS, 2))
-        model = nn.parallel.DistributedDataParallel(network())
-        callback = ours(rowprop.selection.AboveMean(), engine="sliced")
-        learner(callback, model=model, dataset=rows).fit(EPOCHS)
-        return model.module
-
-    plain_loop.check_two_ranks(train, tmp_path)
 
 
 def test_batch_loss_filter_keeps_the_rows_that_hold_the_share():

@@ -15,11 +15,12 @@ from torch import nn
 
 import rowprop
 from grpo_update import VOCABULARY, llama, some_groups, trainer_of
-from plain_loop import check_equal, check_same, in_processes, last_line_of, only_with
+from plain_loop import apart, check_equal, check_same, in_processes, only_with
 from rowprop.backprop.zeros import MOST
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations.trl import cppo, pods, select_answers
 from rowprop.selection import OverAll, PerClass, Threshold
+from transformers_trainer import adapted
 
 GROUP, STEPS = 4, 3
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
@@ -75,13 +76,7 @@ def check_logs(plain, ours):
 
 def moved(trainer, model=None):
     """How far the parameters have gone from those of the start."""
-    start = (llama() if model is None else model).parameters()
-    return max(float((a - b).abs().max()) for a, b in zip(trainer.model.parameters(), start, strict=True))
-
-
-def check_near(one, other, within):
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=within)
+    return apart(trainer.model, llama() if model is None else model)
 
 
 def compared(folder, *given, model=llama, **settings):
@@ -137,28 +132,16 @@ SETTINGS = {
     "checkpointing": {"gradient_checkpointing": True},
     "rewards of the batch": {"scale_rewards": "batch"},
     "clipped gradients": {"max_grad_norm": 0.05},
+    "adapters of PEFT": {"model": lambda: adapted(llama()), **CLIPPED},
 }
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_settings_of_the_trainer_hold(settings, tmp_path):
     # Red when: an answer none of whose tokens count is kept, or stands in the loss; an answer leaves for one clipped
-    # token.
-    assert min(compared(tmp_path, **settings)[4])[0] < 8
-
-
-def test_adapters_of_peft_train_alike(tmp_path):
-    # Red when: the backbone's hook sits on the wrapper, whose output has no hidden states.
-    from peft import LoraConfig, get_peft_model
-
-    def adapted():
-        model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-        for number, (name, parameter) in enumerate(model.named_parameters()):
-            if "lora_B" in name:  # it begins at zero, and so would all gradients of lora_A
-                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
-        return model
-
-    handle = compared(tmp_path, model=adapted, **CLIPPED)[2]
+    # token; the backbone's hook sits on PEFT's wrapper, whose output has no hidden states.
+    _, _, handle, _, some = compared(tmp_path, **settings)
+    assert min(some)[0] < 8
     assert handle.num_forwarded < handle.num_rows
 
 
@@ -168,7 +151,7 @@ def test_autocast_trains_alike(tmp_path):
     select_answers(ours)
     for trainer in (plain, ours):
         train(trainer)
-    check_near(plain.model, ours.model, 1e-3)
+    assert apart(plain.model, ours.model) < 1e-3
 
 
 def test_the_entropy_is_that_of_the_answers_that_went_forward(tmp_path):
@@ -387,7 +370,7 @@ def test_a_threshold_leaves_out_advantages_that_rounding_left(tmp_path):
     for trainer in (plain, exact, ours):
         train(trainer)
     check_same(plain.model, exact.model)
-    check_near(plain.model, ours.model, 1e-4)
+    assert apart(plain.model, ours.model) < 1e-4
     assert [handle.num_forwarded for handle in handles] == [8, 0]  # a group whose rewards are all 0.1
 
 
@@ -486,12 +469,6 @@ def test_ranks_that_keep_nothing_keep_up(accumulated, tmp_path):
     in_processes(run)
 
 
-def test_the_script_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    # Red with a name misspelt, or without the one line.
-    monkeypatch.chdir(tmp_path)
-    assert last_line_of("grpo.md", capsys) == "24 32"
-
-
 REFUSED = {
     "beta=0.1, a divergence": {"beta": 0.1},
     "an entropy bonus": {"entropy_coef": 0.01},
@@ -555,8 +532,8 @@ def test_evaluation_is_untouched_and_the_handle_gives_the_trainer_back(tmp_path)
         torch.manual_seed(0)
         trainer.evaluate()
     told, ours_told = (trainer.state.log_history[-1] for trainer in (plain, ours))
-    apart = {key for key in told if told[key] != ours_told[key]}
-    assert apart <= {key for key in told if "second" in key or "time" in key}
+    others = {key for key in told if told[key] != ours_told[key]}
+    assert others <= {key for key in told if "second" in key or "time" in key}
     handle.remove()
     handle.remove()
     assert set(vars(ours)) == set(vars(plain))

@@ -17,74 +17,14 @@ from torch import Tensor
 
 import plain_loop
 import rowprop
-from plain_loop import BATCH, EPOCHS, ROWS, batches, by_hand, check_equal, check_same, data, descend, hardest, network
+from plain_loop import BATCH, EPOCHS, ROWS, by_hand, check_same, hardest, network
 from rowprop.errors import InvalidInput
-from rowprop.history import LossHistory, WithIds
 from trainers import Lightning, fit, module_of
 
 MODULE = "rowprop.integrations.lightning"
 
 pytestmark = plain_loop.only_with("lightning", "integrations")
 ours = Lightning().ours
-
-
-def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
-    # Red when: a rank's loss carries another factor than its share of the kept rows.
-    module, model = module_of("lightning.pytorch"), network()
-    ranks = [(x[rank::2], y[rank::2]) for x, y in batches(2 * BATCH) for rank in (0, 1)]
-    hardest_half = lambda model, batch: plain_loop.losses_of(model, batch).topk(BATCH // 2).values.mean()  # noqa: E731
-    descend(model, ranks, hardest_half, every=2)
-    callback = ours(rowprop.TopK(keep=0.5), engine="sliced")
-    fit(module, [callback], tmp_path, strategy="ddp_fork", devices=2, use_distributed_sampler=False)
-    check_same(module.network, model)
-
-
-def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
-    # Red when: the callback saves no state, so that the generator begins again.
-    def callback() -> Any:
-        generator = torch.Generator().manual_seed(3)
-        return ours(rowprop.RandomRows(0.5), engine="sliced", generator=generator, history=LossHistory(ROWS))
-
-    straight, first, second = (module_of("lightning.pytorch") for _ in range(3))
-    dataset = WithIds(data())
-    for module in (straight, first, second):
-        module.validation_step = lambda *_: None
-    whole = callback()
-    fit(straight, [whole], tmp_path, dataset=dataset)
-    trainer = fit(first, [callback()], tmp_path, dataset=dataset, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    resumed = callback()
-    fit(second, [resumed], tmp_path, dataset=dataset, ckpt=tmp_path / "half.ckpt")
-    check_equal(straight, second)
-    known = (each.step.history.losses_of(torch.arange(ROWS)) for each in (whole, resumed))
-    assert torch.equal(next(known), next(known))
-
-
-def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
-    # Red when: the checkpoint holds the first rank's state alone, so that both draw the same rows after a resume.
-    def train(part: str, **settings: Any) -> Any:
-        module, callback = module_of("lightning.pytorch"), ours(rowprop.RandomRows(keep=0.5), engine="sliced")
-
-        def seed(*_: Any, **__: Any) -> None:  # by rank: in the process, before the callback makes its step
-            callback._settings["generator"] = torch.Generator().manual_seed(torch.distributed.get_rank())
-
-        def note(trainer: Any, *_: Any) -> None:
-            found = callback.step.generator.get_state(), [*module.state_dict().values()]
-            torch.save(found, tmp_path / f"{part}_{trainer.global_rank}.pt")
-            if trainer.max_epochs < EPOCHS:
-                trainer.save_checkpoint(tmp_path / "half.ckpt")
-
-        beside = importlib.import_module("lightning.pytorch.callbacks").LambdaCallback
-        settings |= {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": False}
-        fit(module, [beside(setup=seed, on_train_end=note), callback], tmp_path, **settings)
-
-    train("straight")
-    train("first", max_epochs=1)
-    train("resumed", ckpt=tmp_path / "half.ckpt")
-    for rank in (0, 1):
-        straight, resumed = (torch.load(tmp_path / f"{part}_{rank}.pt") for part in ("straight", "resumed"))
-        assert torch.equal(straight[0], resumed[0])
-        assert all(torch.equal(a, b) for a, b in zip(straight[1], resumed[1], strict=True))
 
 
 @pytest.mark.parametrize("raised", [OSError, KeyboardInterrupt])

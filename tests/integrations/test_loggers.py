@@ -6,9 +6,9 @@ The packages live in a venv of their own: `nox -s integrations`. Nothing of them
 from __future__ import annotations
 
 import json
-import re
 import sqlite3
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import rowprop
-from plain_loop import DOCS, by_hand, descend, hardest, losses_of
+from plain_loop import by_hand, descend, hardest, losses_of, scripts_of
 
-NAMES = ("loss_all", "loss_kept", "kept")
-Read = Callable[[str], list[float]]
+Read = dict[str, Callable[[str], list[float]]]
+Training = tuple[Read, list[dict[str, float]]]
+"""What reads the numbers of a training from each logger's files, by their names; and the numbers of a plain loop."""
 LOGGERS = ("tensorboard", "mlflow", "trackio", "wandb")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -43,6 +44,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "HF_HUB_OFFLINE": "1",
         }.items():  # fmt: skip
             patch.setenv(name, str(value))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+            patch.delitem(sys.modules, name)  # it looks for its folder on import, and TRL may have imported it
         yield folder
 
 
@@ -90,7 +93,7 @@ def in_wandb(file: str, name: str) -> list[float]:
     return found
 
 
-def readers(place: Path, folder: str, experiment: str, file: str, prefix: str = "") -> dict[str, Read]:
+def readers(place: Path, folder: str, experiment: str, file: str, prefix: str = "") -> Read:
     """What reads the numbers of a training from the files of each logger."""
     return {
         "tensorboard": lambda name: in_tensorboard(place / folder, prefix + name),
@@ -101,75 +104,51 @@ def readers(place: Path, folder: str, experiment: str, file: str, prefix: str = 
 
 
 @pytest.fixture(scope="module")
-def looped(place: Path) -> dict[str, Read]:
-    """The page's loops have run, each logger in its own."""
+def looped(place: Path) -> Training:
+    """The page's loops, each logger in its own. Red when: a line is misspelt, or `loss_all` is of the kept rows."""
     namespace: dict[str, Any] = {}
-    for block in re.findall(r"^```py\n(.*?)^```\n", (DOCS / "loggers.md").read_text(), re.MULTILINE | re.DOTALL):
+    for block in scripts_of("loggers.md"):
         exec(compile(block, "loggers.md", "exec"), namespace)
     found = readers(place, "runs", "Default", namespace["run"].settings.sync_file)
-    return found | {"trackio": lambda name: in_trackio(place / "trackio" / "rowprop.db", name)}
-
-
-@pytest.mark.parametrize("logger", LOGGERS)
-def test_the_lines_of_the_page_write_the_numbers(logger: str, looped: dict[str, Any]):
-    # Red when: a line of the page is misspelt, or `loss_all` is that of the kept rows.
+    found |= {"trackio": lambda name: in_trackio(place / "trackio" / "rowprop.db", name)}
     torch.manual_seed(0)
-    model, x, y = nn.Linear(20, 4), torch.randn(64, 20), torch.randint(4, (64,))
-    truth: dict[str, list[float]] = {"loss_all": []}
+    model, x, y, logged = nn.Linear(20, 4), torch.randn(64, 20), torch.randint(4, (64,)), list[dict[str, float]]()
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
         losses = losses_of(model, batch)
-        truth["loss_all"].append(float(losses.mean()))
-        return losses.topk(16).values.mean()
+        kept = losses.topk(16).values.mean()
+        logged.append({"loss_all": float(losses.mean()), "loss_kept": float(kept), "num_kept": 16})
+        return kept
 
-    truth["loss_kept"] = descend(model, [(x, y)] * 3, loss_of, rate=0.1)
-    for name, values in truth.items():
-        assert looped[logger](name) == pytest.approx(values, abs=1e-5)
-    assert looped[logger]("num_kept") == [16, 16, 16]
+    descend(model, [(x, y)] * 3, loss_of, rate=0.1)
+    return found, logged
 
 
 @pytest.fixture(scope="module")
-def trained(place: Path) -> dict[str, Read]:
-    """Transformers' Trainer has trained with all of them."""
+def trained(place: Path) -> Training:
+    """Transformers' Trainer. Red when: `select` adds the numbers after the Trainer has logged."""
     import wandb
 
     from rowprop.integrations.transformers import select
-    from transformers_trainer import classes, classifier, make_trainer, texts
+    from transformers_trainer import by_hand, classes, classifier, make_trainer, row_losses, texts
 
     settings = {"report_to": list(LOGGERS), "project": "trainer", "num_train_epochs": 1, "run_name": "ours"}
+    data = texts(classes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(place / "trainer"))
         patch.setenv("MLFLOW_EXPERIMENT_NAME", "trainer")
-        trainer = make_trainer(classifier(), texts(classes), place / "output", **settings)
+        trainer = make_trainer(classifier(), data, place / "output", **settings)
         select(trainer, rowprop.TopK(keep=0.5), engine="sliced")
         trainer.train()
         file = wandb.run.settings.sync_file
         wandb.finish()
-    return readers(place, "trainer", "trainer", file, "train/")
-
-
-@pytest.mark.parametrize("logger", LOGGERS)
-def test_the_trainers_loggers_have_the_numbers(logger: str, trained: dict[str, Any]):
-    # Red when: `select` adds the numbers after the Trainer has logged.
-    from transformers_trainer import BATCH, batches, classes, classifier, row_losses, texts
-
-    model = classifier()
-    truth: dict[str, list[float]] = {"loss_all": [], "kept": []}
-
-    def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        losses = row_losses(model, batch)
-        truth["loss_all"].append(float(losses.mean()))
-        truth["kept"].append(0.5)
-        return losses.topk(BATCH // 2).values.mean()
-
-    truth["loss_kept"] = descend(model, batches(texts(classes)), loss_of)
-    for name, values in truth.items():
-        assert trained[logger](name) == pytest.approx(values, abs=1e-5)
+    logged = by_hand(classifier(), data, row_losses, choose=hardest(0.5))
+    return readers(place, "trainer", "trainer", file, "train/"), logged[: len(logged) // 2]  # of two epochs
 
 
 @pytest.fixture(scope="module")
-def lightened(place: Path) -> dict[str, Read]:
-    """Lightning has trained with those that it has loggers for."""
+def lightened(place: Path) -> Training:
+    """Lightning. Red when: the callback logs without the module, so that no logger hears of it."""
     from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
     from rowprop.integrations.lightning import SelectiveBackpropCallback
@@ -183,12 +162,17 @@ def lightened(place: Path) -> dict[str, Read]:
     fit(module_of("lightning.pytorch"), [callback], place, logger=own, log_every_n_steps=1)
     run = own[2].experiment
     run.finish()
-    return readers(place, "lightning", "lightning", run.settings.sync_file)
+    return readers(place, "lightning", "lightning", run.settings.sync_file), by_hand(hardest(0.5))[1]
 
 
-@pytest.mark.parametrize("logger", ["tensorboard", "mlflow", "wandb"])
-def test_lightnings_loggers_have_the_numbers(logger: str, lightened: dict[str, Any]):
-    # Red when: the callback logs without the module, so that no logger hears of it.
-    logged = by_hand(hardest(0.5))[1]
-    for name in NAMES:
-        assert lightened[logger](name) == pytest.approx([numbers[name] for numbers in logged], abs=1e-5)
+WRITTEN = [(training, logger) for training in ("looped", "trained", "lightened") for logger in LOGGERS]
+WRITTEN.remove(("lightened", "trackio"))  # for which Lightning has no logger
+
+
+@pytest.mark.parametrize(("training", "logger"), WRITTEN)
+def test_the_files_of_the_loggers_hold_the_numbers_of_a_plain_loop(
+    training: str, logger: str, request: pytest.FixtureRequest
+):
+    read, logged = request.getfixturevalue(training)
+    for name in logged[0]:
+        assert read[logger](name) == pytest.approx([numbers[name] for numbers in logged], abs=1e-5)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from plain_loop import check_equal, descend, in_processes, last_line_of, only_with
+from plain_loop import apart, check_equal, descend, in_processes, only_with
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.history import LossHistory
 from transformers_trainer import (
@@ -183,10 +183,9 @@ def test_mixed_precision_is_the_trainers(accumulated: int, tmp_path: Path):
     by_hand(plain, data, row_losses, at_once=accumulated)
     settings: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": accumulated}
     trainer, _ = trained(classifier(), data, tmp_path, selecting={"engine": "masked"}, **settings)
-    difference = max(float((a - b).abs().max()) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    difference = apart(model, plain)
     assert difference > 1e-4
-    for found, expected in zip(trainer.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=difference / 10 if accumulated > 1 else 1e-6)
+    assert apart(trainer.model, model) <= (difference / 10 if accumulated > 1 else 1e-6)
     assert trainer.state.log_history[0]["loss_all"] == pytest.approx(logged[0]["loss_all"], abs=1e-5)
 
 
@@ -238,35 +237,31 @@ def several(generator: torch.Generator, ids: Tensor) -> list[float]:
     return [float(ids[0] % 2), float(ids[1] % 2), float(ids[2] % 2)]
 
 
-@pytest.mark.parametrize(
-    ("make", "labels", "settings"),
-    [
-        (lambda: classifier(1), regression, {}),
-        (lambda: classifier(3), several, {}),
-        (lambda: classifier(3, problem_type="regression"), several, {}),
-        (classifier, classes, {"label_smoothing_factor": 0.2}),
-        (decoder, answers, {"label_smoothing_factor": 0.2}),
-        (decoder, answers, {"gradient_accumulation_steps": 4}),
-    ],
-    ids=["regression", "several-labels", "several-targets", "smoothed", "smoothed-tokens", "accumulated-tokens"],
-)
-def test_every_default_loss_is_the_trainers(make: Any, labels: Any, settings: dict[str, Any], tmp_path: Path):
-    # Red when: labels are read by another problem type, label smoothing is left out, or the labels are not shifted.
-    plain, selective = untouched_and_all(make, texts(labels), tmp_path, rate=0.1, **settings)
-    check(selective, plain.model)
-
-
-@pytest.mark.parametrize("head", ["BertForMaskedLM", "BertForTokenClassification"])
-def test_tokens_that_are_told_in_place_are_not_shifted(head: str, tmp_path: Path):
-    # Red when: labels of all tokens are shifted.
+def headed(head: str) -> Any:
     import transformers
 
-    def make() -> Any:
-        torch.manual_seed(1)
-        config = classifier(WORDS).config
-        return getattr(transformers, head)(config)
+    torch.manual_seed(1)
+    return getattr(transformers, head)(classifier(WORDS).config)
 
-    plain, selective = untouched_and_all(make, texts(answers), tmp_path, rate=0.1)
+
+DEFAULT = {  # a model with a loss of its own, its labels, and settings of the Trainer
+    "regression": (lambda: classifier(1), regression, {}),
+    "several-labels": (lambda: classifier(3), several, {}),
+    "several-targets": (lambda: classifier(3, problem_type="regression"), several, {}),
+    "smoothed": (classifier, classes, {"label_smoothing_factor": 0.2}),
+    "smoothed-tokens": (decoder, answers, {"label_smoothing_factor": 0.2}),
+    "accumulated-tokens": (decoder, answers, {"gradient_accumulation_steps": 4}),
+    "masked-tokens": (lambda: headed("BertForMaskedLM"), answers, {}),
+    "classes-of-tokens": (lambda: headed("BertForTokenClassification"), answers, {}),
+}
+
+
+@pytest.mark.parametrize("case", DEFAULT)
+def test_every_default_loss_is_the_trainers(case: str, tmp_path: Path):
+    # Red when: labels are read by another problem type, label smoothing is left out, the labels are not shifted, or
+    # those of tokens that are told in place are.
+    make, labels, settings = DEFAULT[case]
+    plain, selective = untouched_and_all(make, texts(labels), tmp_path, rate=0.1, **settings)
     check(selective, plain.model)
 
 
@@ -287,7 +282,8 @@ def test_packed_batches_choose_among_tokens(tmp_path: Path):
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: nox -s integrations")
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_a_trainer_of_trl_is_a_subclass_like_others(padding_free: bool, tmp_path: Path):
-    # Prompts without labels, padded or packed. Red when: labels are not shifted.
+    # Prompts without labels, padded or packed. Red when: labels are not shifted; losses of another kind than the
+    # trainer's are selected among.
     import sft_trl
 
     rows = [(row["input_ids"], [int(label != -100) for label in row["labels"]]) for row in texts(answers, rows=8)]
@@ -302,6 +298,9 @@ def test_a_trainer_of_trl_is_a_subclass_like_others(padding_free: bool, tmp_path
     check(trainers[1], trainers[0].model)
     assert ("position_ids" in next(iter(trainers[1].get_train_dataloader()))) == padding_free
     assert handle.record.unit == "token"
+    other = sft_trl.trainer_of(decoder(), data, WORDS, tmp_path, **settings, loss_type="dft")
+    with pytest.raises(InvalidInput, match=r"SFTTrainer has a compute_loss of its own.*losses_fn"):
+        select(other, rowprop.TopK(keep=0.5))
 
 
 def test_logs_are_means_since_the_last_log(tmp_path: Path):
@@ -411,12 +410,6 @@ def test_removed_the_trainer_is_as_it_was(tmp_path: Path):
     plain.train()
     trainer.train()
     check_equal(plain.model, trainer.model)
-
-
-def test_the_page_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Red when: a line of the page no longer works, or prints something else.
-    monkeypatch.chdir(tmp_path)
-    assert last_line_of("trainer.md", capsys) == "8 32"
 
 
 def test_what_select_refuses(tmp_path: Path):

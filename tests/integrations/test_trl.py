@@ -6,9 +6,8 @@ is made here, and the data are tokens already.
 
 from __future__ import annotations
 
+import copy
 import inspect
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
 import sft_trl
-from plain_loop import only_with
+from plain_loop import apart, only_with, scripts_of
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.errors import InvalidInput
 from rowprop.integrations.trl import pick_answers
+from transformers_trainer import adapted
 
-PAGE = Path(__file__).parents[2] / "docs" / "supervised-fine-tuning.md"
 WIDTH, VOCABULARY, STEPS = 32, 67, 3
 
 pytestmark = [*only_with("trl", "integrations"), pytest.mark.usefixtures("quick_collections")]
@@ -49,21 +48,8 @@ FAMILIES = {
     "a soft cap on the logits": family("Gemma2", head_dim=8, final_logit_softcapping=2.0, sliding_window=8),
     "logits divided by a constant": family("Granite", logits_scaling=3.0),
     "experts, with their own loss": family("Mixtral", num_local_experts=4, output_router_logits=True),
+    "LoRA": lambda: adapted(llama()),
 }
-
-
-def adapted():
-    """A Llama whose own weights are frozen, with LoRA on each linear layer but the head."""
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # it begins at zero, and so would all gradients of lora_A
-            nn.init.normal_(parameter, std=0.1)
-    return model
-
-
-FAMILIES["LoRA"] = adapted
 
 
 def conversations():
@@ -102,20 +88,13 @@ class HeadTokens(TorchDispatchMode):
 
 def trained(trainer):
     """Train; the logs of all steps, the tokens that the head saw, and how far each parameter moved."""
-    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    before = copy.deepcopy(trainer.model)
     with HeadTokens() as head:
         trainer.train()
     told = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "aux_loss")
     logs = [{key: log[key] for key in told if key in log} for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == STEPS
-    after = list(trainer.model.parameters())
-    return logs, head.found, max(float((a - b).abs().max()) for a, b in zip(after, before, strict=True))
-
-
-def difference(plain, ours):
-    """The largest difference of two models' parameters."""
-    pairs = zip(plain.model.parameters(), ours.model.parameters(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    return logs, head.found, apart(trainer.model, before)
 
 
 def labels_of(trainer):
@@ -133,7 +112,7 @@ def assert_equal_runs(make, folder, **settings):
     logs, all_tokens, moved = trained(plain)
     our_logs, kept_tokens, _ = trained(ours)
     assert moved > 1e-3
-    assert difference(plain, ours) <= 1e-6
+    assert apart(plain.model, ours.model) <= 1e-6
     for log, our_log in zip(logs, our_logs, strict=True):
         assert our_log == pytest.approx(log, rel=1e-5)
     return all_tokens, kept_tokens, [int((one[:, 1:] != -100).sum()) for one in labels if one is not None]
@@ -220,10 +199,10 @@ def test_the_code_of_the_page_runs(tmp_path):
     # Red with a name misspelt in a block.
     trainer = trainer_of(llama, tmp_path)
     names = {"args": trainer.args, "dataset": trainer.train_dataset, "tokenizer": trainer.processing_class}
-    blocks = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = scripts_of("supervised-fine-tuning.md")
     assert len(blocks) == 2
     for block in blocks:
-        exec(compile(block, PAGE.name, "exec"), names)
+        exec(block, names)
     assert names["trainer"].state.global_step == STEPS
 
 
@@ -251,8 +230,8 @@ def test_cut_is_the_documented_dense_code(batches, tmp_path):
     detached(dense)
     pick_answers(ours, attention="cut")
     logs = [trained(trainer)[0] for trainer in (dense, exact, ours)]
-    assert difference(dense, ours) <= 1e-6
-    assert difference(exact, ours) > 1e-4
+    assert apart(dense.model, ours.model) <= 1e-6
+    assert apart(exact.model, ours.model) > 1e-4
     assert logs[2][0]["loss"] == pytest.approx(logs[0][0]["loss"], rel=1e-5)
 
 
@@ -266,16 +245,3 @@ def test_bad_arguments_are_named(tmp_path):
     trainer.model.base_model_prefix = "none"
     with pytest.raises(InvalidInput, match="LlamaForCausalLM has no backbone"):
         pick_answers(trainer)
-
-
-def test_select_takes_the_losses_of_an_sft_trainer_and_refuses_others(tmp_path):
-    # Red when: losses of another kind than the trainer's are selected among.
-    from rowprop.integrations.transformers import select
-
-    plain, ours = (trainer_of(llama, tmp_path) for _ in range(2))
-    select(ours, rowprop.TopK(keep=1.0))
-    for trainer in (plain, ours):
-        trainer.train()
-    assert difference(plain, ours) <= 1e-6
-    with pytest.raises(InvalidInput, match=r"SFTTrainer has a compute_loss of its own.*losses_fn"):
-        select(trainer_of(llama, tmp_path, loss_type="dft"), rowprop.TopK(keep=0.5))

@@ -93,7 +93,7 @@ TRL = {"TRL": "supervised-fine-tuning.md", "TRL's GRPOTrainer": "grpo.md"}
 
 @pytest.mark.parametrize("name", TRL)
 def test_the_lines_for_trl_are_those_of_its_pages(name: str):
-    # Its trainers are too large to run here once more: test_trl.py and test_grpo.py run the pages. Red when:
+    # Its trainers are too large to run here once more: test_trl.py and test_trainers.py run the pages. Red when:
     # `pick_answers` is misspelt.
     page = (DOCS / TRL[name]).read_text()
     added = re.findall(r"^\+(.*)", DIFFS[name], re.MULTILINE)
