@@ -373,6 +373,8 @@ cases("""
 (N, 4, 6) chunk3: (lambda a, b, d: a * b + d)(*x.chunk(3, 2))
 (N, 3, 4) unbind: torch.stack([a.exp() for a in x.unbind(1)], 1); unbind_last_only: x.unbind(1)[-1]
     unbind_time_first: x.transpose(0, 1).unbind()[1].exp(); select: x[:, -1]; select2: x[..., 0]
+    unbind_added: sum(x.unbind(1)); unbind_added_time_first: sum(x.transpose(0, 1).unbind())
+    unbind_two_added: (lambda a: a[0] + a[2])(x.unbind(-1)); unbind_copy_added: sum(torch.unbind_copy(x, 1)) / 3
 (N, 5, 4) unbind_some_twice: (lambda a: a[1].exp() * a[1] + a[3])(x.unbind(1))
 (N, 4) stack: torch.stack([x, x * 2], 1); stack0: torch.stack([x, x * 2], 0).transpose(0, 1)
     catb: torch.cat([x, x * 2], 0).view(2, N, 4).transpose(0, 1); cat_dense: torch.cat([x, w43[0].expand(N, 3)], 1)
@@ -490,6 +492,34 @@ def time_first(x: Tensor) -> Tensor:
 
 case("in_place_of_time_first", (N, 3, 4), time_first)
 case("setitem", (N, 3), with_a_column_set)
+
+
+def spectrum(x: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+    c = torch.fft.fft(x)
+    write(c)
+    return torch.view_as_real(c)
+
+
+def spun(x: Tensor) -> Tensor:
+    base = x.sin().contiguous()
+    torch.view_as_complex(base)[1:3].mul_(2j)
+    return base
+
+
+# Views of views are undone by strides of the memory below them. Red when: these count from the view, or a write to a
+# view that was made at full size does not reach what it views.
+SPECTRUM: dict[str, Callable[[Tensor], object]] = {
+    "imag": lambda c: c.imag.mul_(2),
+    "some_rows": lambda c: c.real[:3].mul_(2),
+    "transposed": lambda c: c.t().real.mul_(3),
+    "conj_imag": lambda c: c.conj().imag.mul_(2),
+    "adjoint": lambda c: c.mH[1].mul_(2j),
+    "imag_select": lambda c: c.imag[:, 0].zero_(),
+    "select_imag": lambda c: c[..., 1].imag.mul_(2),
+}
+for name, write in SPECTRUM.items():
+    case(f"in_place_spectrum_{name}", (N, 4), partial(spectrum, write=write))
+case("in_place_as_complex", (N, 3, 2), spun)
 
 
 def run(name: str, take: Function, channels_last: bool) -> list[Tensor | None]:

@@ -288,6 +288,15 @@ def test_a_declared_function_with_several_entries_per_row(flat: str):
     assert seen == [3 * N, 3 * len(ROWS)] and not report.densified
 
 
+@pytest.mark.parametrize("rows", [ROWS, torch.tensor([2, 2, 7, 2])], ids=str)
+# Red when: a row that is read twice has its two gradients clipped one by one.
+def test_a_declared_function_may_clip_the_gradient_of_each_row(rows: Tensor):
+    x, w, v = net()
+    function, again = declared(saving(torch.clone, lambda _, g: g.clamp(-0.1, 0.1)), **PLAIN), torch.arange(N) // 2
+    report = assert_same_gradients(lambda: (function.apply(x @ w)[again] @ v).square().sum(1), [w, v], rows)
+    assert report.sliced["Saving"] == 1 and not report.densified
+
+
 def test_rows_in_another_dimension():
     x, w, v = torch.randn(3, N, 5, dtype=torch.float64), weight(5, 4), weight(4, 3)
     function = declared(scaled(), saved=1, grads=1, outputs=1)

@@ -198,6 +198,16 @@ def test_a_module_may_return_what_it_likes(form: str):
     assert cost <= 0.27 * full and handle.record.kept == 3
 
 
+# Red when: a result that the loss does not use, whose gradient is undefined, is looked at.
+def test_one_of_several_results_may_not_be_used():
+    x = X.clone().requires_grad_()
+    deviation, mean = map(rowprop.skip_zeros, torch.std_mean(x * 1, 1))
+    (found,) = torch.autograd.grad(mean[:2].sum(), x)
+    (expected,) = torch.autograd.grad(x.mean(1)[:2].sum(), x)
+    torch.testing.assert_close(found, expected)
+    assert deviation.requires_grad
+
+
 class Language(nn.Module):
     """A language model as transformers has them; it returns each token's log-probability, by a head that is fused."""
 

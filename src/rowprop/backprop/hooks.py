@@ -27,7 +27,9 @@ def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layo
     if tensor.grad_fn is None or not is_own(tensor.grad_fn):
         tensor = torch.ops.aten.alias(tensor)
 
-    def hook(grad: Tensor) -> Tensor | None:
+    def hook(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # of several results of one function, this one is not used
+            return None
         if torch.is_grad_enabled() or transformed(grad):  # create_graph=True: the exact gradient can be differentiated
             return None
         sliced = grad.sliced if type(grad) is RowGrad and grad.full is None else None

@@ -32,6 +32,7 @@ class RowGrad(Tensor):
     full: Tensor | None = None  # set when the gradient is densified; from then on this is the gradient
     viewed: tuple[RowGrad, Callable[[Tensor], Any]] | None = None
     """If this is a view: the gradient viewed, and a function that views a tensor the same way."""
+    in_order: bool = True  # whether the elements are all of those in memory, in their order
     unused: tuple[int, ...] = ()  # places beside this gradient, among those of its node, in which autograd puts zeros
     made: tuple[RowSet, Any] | None = None  # where the device has streams: the rows, and the memory's last stream
 
@@ -105,12 +106,14 @@ class RowGrad(Tensor):
         if writes and type(args[0]) is RowGrad:
             return _in_place(func if args[0].full is not None else functional, func, name, args, kwargs)
         outcome = _outcome(func, flat, args, kwargs)
-        if views and (type(outcome) is not RowSlice or outcome.rows is not args[0].sliced.rows):
+        if views and (type(outcome) is not RowSlice or outcome.rows is not args[0].sliced.rows or func is _AS_STRIDED):
             outcome = _viewed(func, outcome, args, kwargs)
         if type(outcome) is RowSlice:
             out = RowGrad(outcome)
         elif type(outcome) is Densify:
             _tell_densified(name, outcome, args, kwargs)
+            if views and args[0].sliced is not None and args[0].sliced.rows.copying:
+                args[0].shared()  # a write to the result reaches all that this views
             return wrap(outcome.after(func(*map_leaves(args, plain), **map_leaves(kwargs, plain))))
         else:
             out = wrap(outcome)
@@ -221,6 +224,8 @@ def _outcome(op: Any, flat: bool, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 def _viewed(op: Op, outcome: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The outcome of an op that returns a view, which may be written to."""
+    if op is _AS_STRIDED and not args[0].in_order:
+        return Densify("strides of a view of a view are those of the memory below")
     viewed = unwrap(args[0])
     # As autograd undoes an in-place op that wrote to some tokens of each row only.
     copying = type(viewed) is RowSlice and viewed.layout.minor and viewed.rows.copying
@@ -292,6 +297,11 @@ def _is_dense_part(outcome: Any, viewed: Tensor) -> bool:
     return any(isinstance(part, Tensor) and part.numel() < viewed.numel() for part in parts)
 
 
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_IN_ORDER: frozenset[Op] = frozenset(
+    getattr(torch.ops.aten, name).default for name in "alias view view_as_complex view_as_real".split()
+)
+"""Views of all elements, in their order."""
 _READERS = frozenset({"CatBackward0", "StackBackward0"})
 """Nodes whose formulas read parts of the gradient along the rows and write to none of them."""
 
@@ -321,6 +331,8 @@ def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[s
     """Tell the results of a view op which gradient they view."""
     if type(out) is RowGrad:
         out.viewed = base, lambda dense: func(dense, *rest, **kwargs)
+        out.in_order = base.in_order and func in _IN_ORDER
     elif isinstance(out, list):
         for place, part in enumerate(cast("list[RowGrad]", out)):
             part.viewed = base, lambda dense, place=place: func(dense, *rest, **kwargs)[place]
+            part.in_order = False

@@ -168,7 +168,8 @@ def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Calla
     where = {name: _checked(name, dims) for name, dims in given.items()}
 
     def rule(node: Any, backward: Any, *gradients: RowSlice | Tensor | None) -> Any:
-        return on_kept_rows(node, gradients, **where)
+        # The backward may clip or normalise, so it gets rows that repeat as one.
+        return on_kept_rows(node, [g.merged() if type(g) is RowSlice else g for g in gradients], **where)
 
     def declare(function: F) -> F:
         base, own = cast("list[Any]", [torch.autograd.Function, function])

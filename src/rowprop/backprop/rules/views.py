@@ -345,11 +345,12 @@ def _end_to_end(tensors: Sequence[Any], dim: int) -> Any:
 @rule("stack", positions=True, fills_zeros=True)
 def stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a new dimension."""
-    g = next((x for x in tensors if type(x) is RowSlice), None)
-    if g is not None and all(x is g or type(x) is Zeros for x in tensors):
+    places = [place for place, x in enumerate(tensors) if type(x) is RowSlice]
+    g = tensors[places[0]] if places else None
+    if g is not None and len(places) == 1 and all(x is g or type(x) is Zeros for x in tensors):
         dim %= g.ndim + 1
-        sizes, at = [*g.shape[:dim], len(tensors), *g.shape[dim:]], next(i for i, x in enumerate(tensors) if x is g)
-        return select_backward(torch.ops.aten.select_backward.default, g, sizes, dim, at)
+        sizes = [*g.shape[:dim], len(tensors), *g.shape[dim:]]
+        return select_backward(torch.ops.aten.select_backward.default, g, sizes, dim, places[0])
     parts = None if g is None else _same_rows(g, tensors)
     if g is None or parts is None:
         return Densify("a dense gradient is joined to a sliced one")
