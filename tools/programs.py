@@ -252,6 +252,18 @@ def written(p: Program, x: Tensor) -> Tensor:
     return h
 
 
+COMPLEX_VIEWS = steps_of("""x.real; x.imag if x.is_complex() else x; x.conj(); x.transpose(0, -1); x[1:]; x[..., 0]""")
+
+
+def spectrum(p: Program, x: Tensor) -> Tensor:
+    """A write to a view of a view of complex numbers."""
+    view = h = torch.fft.fft(x)
+    for _ in range(2):
+        view = p.one(*COMPLEX_VIEWS.values())(p, view)
+    p.one(view.mul_, view.fill_)(0.5)
+    return h.real + 2 * h.imag
+
+
 def picked_and_written(p: Program, x: Tensor) -> Tensor:
     """Writes after a pick: to what was picked, to what it was picked from."""
     h = x * 1
@@ -707,6 +719,7 @@ KINDS = {
             x.unflatten(d, (p.one(1, 2, 3), -1)); x.reshape(p.one(*[o.shape for o in p.made if o.numel() == x.numel()]))
             x.roll((p.r.randint(-2, 2), 1), (d, 0)); x.narrow(d, k := p.r.randrange(x.shape[d]), x.shape[d] - k)
             x.transpose(0, d)[::2].transpose(0, d); p.one(*x.unbind(d)); torch.stack(x.unbind(d)[::-1], d)
+            sum(x.unbind(d)); sum(p.r.sample(x.unbind(d), 2)) if x.shape[d] > 1 else x
             split(p, x, d); in_pieces(p, x); row_by_row(p, x); x.chunk(2, d)[-1]
             F.pad(x, (0, 0, p.r.randint(-1, 1), p.r.randint(0, 1)))
             F.pad(x, (1, 1), mode=p.one("reflect", "replicate", "circular")); x.repeat_interleave(2, d)
@@ -727,7 +740,7 @@ KINDS = {
             p.leaf(*x.shape).index_add(d, p.below(x.shape[d], x.shape[d]), x)
             p.leaf(*x.shape).masked_scatter(p.mask(*x.shape), x)""",
         "writes": """
-            written(p, x); step_by_step(p, x, d); moved_in_place(p, x, d); picked_and_written(p, x)
+            written(p, x); step_by_step(p, x, d); moved_in_place(p, x, d); picked_and_written(p, x); spectrum(p, x)
             x.clone().index_copy_(d, p.shuffled(x, d), p.like(x))""",
         "recurrent": "recurrent(p, s); cells(p, s)",
         "convolutions": """

@@ -175,12 +175,14 @@ def rendered(x: Tensor, w: Tensor, opaque: bool) -> Tensor:
 
 
 OTHERS = torch.tensor([4, 7])
+OF_THREE = torch.tensor([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 1]]) > 0
 # Red when: the union of two picks is another one's rows; rows and tokens are not brought to the coarser ones first, and
 # densify at the sum; the rows of places, in two dimensions, are taken for those of one. A plain gradient beside a
 # sliced one counts as the zeros of an output that is not used; an output that no pick reaches counts as dense, or the
 # note of one pick's rows is lost at the union. Tokens that come back go to the rows of the dimension of which fewest
 # are kept, whatever it is. `where` takes no zeros that a formula makes from the gradient (torch 2.14 and newer), or
-# does not see that the other branch is full of zeros (older ones).
+# does not see that the other branch is full of zeros (older ones). The rows of a pick's own rows keep their numbers, or
+# repeat once only.
 PLACES: dict[str, Callable[[Take, Tensor, Tensor, Tensor], Tensor]] = {
     "logits": lambda take, x, w, v: take((x @ w).tanh() @ v, ROWS).square().sum(),
     "features": lambda take, x, w, v: (take((x @ w).tanh(), ROWS) @ v).square().mean(),
@@ -193,6 +195,12 @@ PLACES: dict[str, Callable[[Take, Tensor, Tensor, Tensor], Tensor]] = {
         + v.sum()
     ),
     "a pick of a pick": lambda take, x, w, v: take(take(chain(x, w, v), ROWS), torch.tensor([2, 0])).sum(),
+    "some features of some": lambda take, x, w, v: (
+        take(take((x @ w).tanh(), torch.tensor([6, 1, 1, 3, 0])) @ v, torch.tensor([1, 4, 1])).square().sum()
+    ),
+    "tokens of some rows": lambda take, x, w, v: (
+        take(take(wide(x, w), torch.tensor([6, 1, 3])).square().sum(2), OF_THREE).exp().sum()
+    ),
     "a dense term": lambda take, x, w, v: take(h := chain(x, w, v), ROWS).mean() + 0.1 * h.mean() + w.square().sum(),
     "a dense part": lambda take, x, w, v: beside_a_dense_part(take, *(x @ w).repeat(1, 3).chunk(3, 1)),
     "a dense part, and an unused one": lambda take, x, w, v: beside_a_dense_part(
@@ -213,7 +221,6 @@ APART = {"add.Tensor": "gradients sliced over different batches meet"}
 JOINED = {"cat": "a dense gradient is joined to a sliced one"}
 MET: dict[str, dict[str, str]] = {  # where a gradient becomes dense: the op, and what the report says
     "a dense term": {"add.Tensor": "a gradient of all rows is added"},
-    "a pick of a pick": {"custom function": "a custom autograd function"},
     "a dense part": JOINED,
     "a dense part, and an unused one": JOINED,
     "places and tokens": APART,
@@ -228,6 +235,17 @@ def test_anywhere_in_the_graph(place: str):
     dense = MET.get(place, {})
     assert report.densified.keys() == dense.keys() and bool(report.sliced) == (place != "a dense term")
     assert all(reason in report.densified[op].reason for op, reason in dense.items())
+
+
+@pytest.mark.parametrize("policies", [("exact", "rows"), ("rows", "exact"), ("rows", "rows")], ids=str)
+def test_a_pick_of_a_pick_approximates_as_little_as_one_of_them(policies: tuple[Any, Any]):
+    # Red when: the gradient goes on with the policy of the last pick alone, or of the first.
+    x, w, v = net()
+    hidden, (first, last) = nn.BatchNorm1d(4, dtype=x.dtype)(x @ w), policies
+    some = rowprop.pick(hidden @ v, torch.arange(6), batchnorm=first)
+    with rowprop.watch() as report:
+        rowprop.pick(some.square().sum(1), torch.arange(3), batchnorm=last).sum().backward()
+    assert ("native_batch_norm_backward" in report.densified) == ("exact" in policies)
 
 
 def test_a_backward_of_the_backward_is_refused():

@@ -263,7 +263,7 @@ def test_a_handle_pauses_and_ends():
         return gradient(of, lambda: of_first(of(X)))[1]
 
     full, handle = cost(), rowprop.skip_zeros(model)
-    assert repr(handle) == "SkippingZeros(no backward yet)" and handle.record is None
+    assert "no backward yet" in repr(handle) and handle.record is None
     less = cost()
     assert repr(handle) == "SkippingZeros(3 of 12 rows went on: the others are zero)"
     with handle.paused():

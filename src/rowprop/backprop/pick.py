@@ -14,7 +14,9 @@ from torch.autograd import forward_ad
 from rowprop.backprop.foreign import prepare
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.rows import mildest
+from rowprop.backprop.rules.registry import function_rule
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice
 from rowprop.backprop.watch import note_densified
 from rowprop.checks import check_choice
 from rowprop.errors import InvalidInput, UnsupportedOperation
@@ -256,3 +258,14 @@ class _Pick(torch.autograd.Function):
         # Plain indexing makes a copy here, too: hooks may write to it, and ``grad`` may be expanded or the caller's.
         sliced = RowSlice(grad.clone(memory_format=torch.contiguous_format), rows, Layout(0, rows.num_rows), ctx.shape)
         return (sliced.dense() if prepare(ctx, rows) else RowGrad(sliced)), None, None, None
+
+
+@function_rule(_Pick, positions=True)
+def _of_some(node: Any, backward: Any, g: RowSlice) -> Any:
+    """The gradient of a pick's result is sliced itself, as by a later pick: its rows get their numbers among all."""
+    if not g.layout.holds(0):
+        return Densify("rows that lie in another dimension come to a pick")
+    out, rows = g.moved(0, node.shape[0], node.rows.index[g.entries(0)]), node.rows
+    if type(out) is RowSlice:
+        out.rows.batchnorm, out.rows.attention = mildest((g.rows, rows))
+    return out, None, None, None

@@ -131,8 +131,11 @@ class RowGrad(Tensor):
             if func in _METADATA or (func in _SCALING and not kwargs and _scales(args)):
                 return func(*args, **kwargs)
             name = getattr(func, "__name__", str(func))
-            did = "Python code (a hook or a custom function) read or changed the gradient"
-            note_densified(name, f"{did}; let a hook only scale it, or leave it out")
+            if isinstance(func, cast(Any, torch)._ops.OpOverload):
+                note_densified(name, "a TorchDispatchMode, as of a memory tracker, ran the op by itself; leave it out")
+            else:
+                did = "Python code (a hook or a custom function) read or changed the gradient"
+                note_densified(name, f"{did}; let a hook only scale it, or leave it out")
             return func(*map_leaves(args, plain), **map_leaves(kwargs, plain))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from math import prod
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
@@ -262,6 +262,13 @@ class RowSet:
         ordered, order = numbers.sort(stable=True)
         repeats = (ordered == ordered.roll(1)) & (places > 0)
         return torch.empty_like(repeats).scatter_(0, order, repeats) | self.absent
+
+
+def mildest(sets: Collection[RowSet]) -> tuple[str | None, str]:
+    """Of several sets' policies, for BatchNorm and for attention, those that approximate least."""
+    of_batchnorm, of_attention = ({getattr(s, policy) for s in sets} for policy in ("batchnorm", "attention"))
+    batchnorm = "exact" if "exact" in of_batchnorm else None if None in of_batchnorm else "rows"
+    return batchnorm, "cut" if of_attention == {"cut"} else "exact"
 
 
 class Affine(NamedTuple):

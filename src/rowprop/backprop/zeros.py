@@ -148,7 +148,8 @@ class SkippingZeros(Handle):
             self._handles.append(inner.register_forward_hook(ModuleHook(partial(self._left, place))))
 
     def __repr__(self) -> str:
-        return f"SkippingZeros({'; '.join(map(str, self.records.values())) or 'no backward yet'})"
+        nothing = "no backward yet; a model is compiled before its zeros are skipped, not after"
+        return f"SkippingZeros({'; '.join(map(str, self.records.values())) or nothing})"
 
     @property
     def record(self) -> SkipRecord | None:

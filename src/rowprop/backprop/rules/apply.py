@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rowprop.backprop.backward import running
 from rowprop.backprop.layout import Layout, Part
+from rowprop.backprop.rows import mildest
 from rowprop.backprop.rules.registry import Op, Rule
 from rowprop.backprop.sliced import (
     Densify,
@@ -130,9 +131,8 @@ def _within_common(sets: Sequence[RowSet]) -> _Union | None:
 
 
 def _with_traits(union: RowSet, places: dict[RowSet, Tensor]) -> _Union:
-    """A union with the BatchNorm policy that approximates least, and with what the hook of one of the sets makes."""
-    policies = {s.batchnorm for s in places}
-    union.batchnorm = "exact" if "exact" in policies else None if None in policies else "rows"
+    """A union with the policies that approximate least, and with what the hook of one of the sets makes."""
+    union.batchnorm, union.attention = mildest(places)
     hook = next((s.hook for s in places if s.hook is not None), None)
     union.hook = None if hook is None else hook.united(union, places)
     return union, places
@@ -154,7 +154,6 @@ def _without_repeats(sets: Sequence[RowSet]) -> _Union:
         every = torch.where(absent, every.masked_fill(absent, 0).max(), every)
     index = cast(Any, torch).unique(every)
     union = RowSet(index, sets[0].num_rows, unique=True, batchnorm=None)
-    union.attention = "cut" if all(s.attention == "cut" for s in sets) else "exact"
     origins = {s.origin or s for s in sets}
     union.origin = origins.pop() if len(origins) == 1 else None
     places = {s: torch.searchsorted(index, s.index).clamp(max=index.numel() - 1) for s in sets}
