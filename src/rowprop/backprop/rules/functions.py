@@ -119,7 +119,7 @@ def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Calla
     Any other custom backward gets the gradient of all N rows. A function is row by row if entry ``i`` of its outputs
     along a dimension depends only on entry ``i`` of its inputs, and on tensors that all rows share, such as weights.
     Its ``backward`` is called as ever, but with the gradients and ``ctx.saved_tensors`` of the K kept rows: plain
-    contiguous tensors, fit for Triton or numpy. A row that is picked twice has its whole gradient in one place, and zero
+    contiguous tensors, fit for Triton or numpy. A row that is picked twice has its whole gradient in one place and zero
     in the other. Gradients per row that it returns are taken as those of the kept rows; sums over rows, such as a
     weight's gradient, are taken as they are.
 
