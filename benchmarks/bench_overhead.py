@@ -17,7 +17,6 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +25,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
-from bench_step import RESULTS, Batch, Bench, Block, device_stem, draw, full, row_losses, save, setting, sliced, spread
+from bench_step import (
+    RESULTS,
+    Batch,
+    Bench,
+    Block,
+    compiled,
+    device_stem,
+    draw,
+    full,
+    row_losses,
+    save,
+    setting,
+    sliced,
+    spread,
+)
 from rowprop.cost.flops import count_flops
 
 WIDTHS = (8, 16, 32, 64, 96, 128, 192, 256, 384)
@@ -116,17 +129,16 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(bench: Bench, keep: float, rounds: int, compiled: bool = False, warmup: int = 5) -> dict[str, Any]:
+def measure(bench: Bench, keep: float, rounds: int, compile: bool = False, warmup: int = 5) -> dict[str, Any]:
     """Both steps at one width."""
     n, device = bench.batch[0].shape[0], bench.batch[0].device
     variants = {"full": full, "sliced": sliced}
-    if not compiled and not any(n in p.shape for p in bench.model.parameters()):  # weights are told by their sizes
+    if not compile and not any(n in p.shape for p in bench.model.parameters()):  # weights are told by their sizes
         variants["floor"] = floor
     benches = dict.fromkeys(variants, bench)
-    if compiled:
+    if compile:
         torch.compiler.reset()  # models of the same classes before this one count against dynamo's limit
-        benches["full"] = replace(bench, model=torch.compile(bench.model))
-        benches["sliced"] = replace(bench, model=torch.compile(bench.model, backend="rowprop"))
+        benches = compiled(bench, variants)
     steps: dict[str, list[Any]] = {name: [] for name in variants}
     for number in range(warmup + rounds):
         rows = draw(n, keep, device)

@@ -21,7 +21,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -358,6 +358,12 @@ def device_stem(device: torch.device, threads: int) -> str:
     return f"cpu-{threads}-threads" if device.type == "cpu" else device_name(device).lower().replace(" ", "-")
 
 
+def compiled(bench: Bench, variants: Iterable[str]) -> dict[str, Bench]:
+    """The bench of each variant, its model compiled: of ``sliced`` by our backend, of the others by default."""
+    benches = dict.fromkeys(variants, replace(bench, model=torch.compile(bench.model)))
+    return benches | {"sliced": replace(bench, model=torch.compile(bench.model, backend="rowprop"))}
+
+
 def save(folder: Path, stem: str, result: dict[str, Any], page: str) -> Path:
     """Write JSON and markdown, today's date in their name; return what their names begin with."""
     path = folder / f"{datetime.now(timezone.utc):%Y-%m-%d}-{stem}"
@@ -407,10 +413,7 @@ def main() -> None:
         # a rate so small that no step changes what the next one costs
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, fused=True)
         bench = Bench(model, tuple(t.to(device) for t in batch), optimizer, autocast)
-        benches = dict.fromkeys(ENGINES, bench)
-        if args.compile:
-            benches = dict.fromkeys(ENGINES, replace(bench, model=torch.compile(model)))
-            benches["sliced"] = replace(bench, model=torch.compile(model, backend="rowprop"))
+        benches = compiled(bench, ENGINES) if args.compile else dict.fromkeys(ENGINES, bench)
         summary = summarize(name, batch[0].shape[0], measure(benches, args.rounds, warmup=3))
         summary["sizes"] = str(dict(zip(WORKLOADS[name].__annotations__, size, strict=False)))
         result["workloads"].append(summary)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
 from picks import ROWS, Take, as_indexed, chain, gradients, net, saving
@@ -110,6 +111,18 @@ def test_watch_sees_only_what_runs_inside():
         rowprop.pick(chain(*net()), ROWS).mean().backward()
     assert outer.sliced["mm"] == 3 and not inner.sliced
     assert str(outer).startswith("sliced: ") and "densified: nothing" in str(outer)
+
+
+def test_a_mode_that_runs_ops_by_itself_is_named():
+    # Red when: a hook is blamed, which the user does not have.
+    class Tracker(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **kwargs or {})
+
+    x, w, v = net()
+    with Tracker():
+        report = as_indexed(lambda take: gradients(lambda: take(chain(x, w, v), ROWS).mean(), [w, v]))
+    assert {entry.reason.partition(",")[0] for entry in report.densified.values()} == {"a TorchDispatchMode"}
 
 
 def test_watch_names_the_op_that_mixes_rows_and_counts_its_calls():

@@ -253,7 +253,7 @@ class _Pick(torch.autograd.Function):
         if transformed(grad):
             note_densified("pick", "under torch.func or forward-mode AD its gradient is dense")
             return grad.new_zeros(ctx.shape).index_add(0, rows.index, grad), None, None, None
-        if type(grad) is RowGrad:  # a pick of a pick
+        if type(grad) is RowGrad:  # a hook kept it from another backward
             grad = grad.plain()
         # Plain indexing makes a copy here, too: hooks may write to it, and ``grad`` may be expanded or the caller's.
         sliced = RowSlice(grad.clone(memory_format=torch.contiguous_format), rows, Layout(0, rows.num_rows), ctx.shape)

@@ -338,4 +338,3 @@ def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[s
     elif isinstance(out, list):
         for place, part in enumerate(cast("list[RowGrad]", out)):
             part.viewed = base, lambda dense, place=place: func(dense, *rest, **kwargs)[place]
-            part.in_order = False

@@ -347,7 +347,7 @@ def stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a new dimension."""
     places = [place for place, x in enumerate(tensors) if type(x) is RowSlice]
     g = tensors[places[0]] if places else None
-    if g is not None and len(places) == 1 and all(x is g or type(x) is Zeros for x in tensors):
+    if g is not None and len(places) == 1 and all(type(x) in (RowSlice, Zeros) for x in tensors):
         dim %= g.ndim + 1
         sizes = [*g.shape[:dim], len(tensors), *g.shape[dim:]]
         return select_backward(torch.ops.aten.select_backward.default, g, sizes, dim, places[0])
