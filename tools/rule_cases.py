@@ -519,6 +519,7 @@ SPECTRUM: dict[str, Callable[[Tensor], object]] = {
 }
 for name, write in SPECTRUM.items():
     case(f"in_place_spectrum_{name}", (N, 4), partial(spectrum, write=write))
+case("in_place_spectra_parts", (N, 3, 4), partial(spectrum, write=lambda c: torch.view_as_real(c.mT)[:, 1:3].mul_(2)))
 case("in_place_as_complex", (N, 3, 2), spun)
 
 

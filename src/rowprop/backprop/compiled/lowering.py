@@ -160,9 +160,9 @@ class Backward:
         self.fake_mode: Any = detect_fake_mode(self.inputs)
         self.context = TracingContext.try_get()
         self.compile_context = CompileContext.try_get()
-        sizes = [(place, cast(Any, i).node.expr) for place, i in enumerate(self.inputs) if isinstance(i, torch.SymInt)]
         # Of each symbolic size, the input that is its value: torch passes each that the inputs' shapes are made of.
-        self.symbols = {str(size): place for place, size in sizes if size.is_symbol}
+        sizes = [(place, cast(Any, i)) for place, i in enumerate(self.inputs) if isinstance(i, torch.SymInt)]
+        self.symbols = {str(size.node.expr): place for place, size in sizes}
         self.dense: Callable[[list[Any]], Any] | None = None
         self.sliced: dict[Any, list[Variant]] = {}
         self.refused: dict[Any, str] = {}  # why the first trace that failed did
