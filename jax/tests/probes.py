@@ -49,6 +49,25 @@ def while_some_row(x, grad):
     return jax.lax.while_loop(lambda c: jnp.abs(c).max() > 1e-3, lambda c: c / 2, grad)
 
 
+def gathered(array, index, mapped, window, collapsed=()):
+    """Windows of an array, at starts along the axes ``mapped``; the index has a batch if an axis is collapsed."""
+    first = len(collapsed)
+    offsets = tuple(range(first, first + array.ndim - first))
+    numbers = jax.lax.GatherDimensionNumbers(offsets, collapsed, mapped)
+    return jax.lax.gather(array, index, numbers, window)
+
+
+def own_row_and_next(h, y):
+    index = jnp.concatenate([jnp.arange(len(y))[:, None], y[:, None]], 1)
+    return gathered(h, index, (0, 1), (2, 1), (1,)).sum(1)
+
+
+def half_of_merged_rows(h):
+    """Of (N, 4), seen as two halves of N rows end to end, one half."""
+    merged = h.reshape(-1, 2, 2).swapaxes(0, 1).reshape(-1, 2)
+    return gathered(jnp.sin(merged), jnp.array([1]), (1,), (len(h), 1)).sum(1)
+
+
 def with_vjp_of_w(w, b):
     """One branch of the backward has a gradient for rows whose cotangent is zero; the weights choose it."""
     pair = jax.custom_vjp(lambda w, h: h)
@@ -149,6 +168,8 @@ PROBES = {
     "rolled": (lambda w, b: jnp.roll(hidden(w, b[0]), 1, 0).sum(1), "split"),
     "permuted": (lambda w, b: hidden(w, b[0])[b[1]].sum(1), "scatter-add"),
     "permuted in each": (lambda w, b: hidden(w, b[0])[b[1], jnp.arange(len(b[1])) % 4], "scatter-add"),
+    "one's own row and the next": (lambda w, b: own_row_and_next(hidden(w, b[0]), b[1]), "another row"),
+    "half of merged rows": (lambda w, b: half_of_merged_rows(hidden(w, b[0])), "another row"),
     "read across rows": (
         lambda w, b: hidden(w, b[0]).T.reshape(-1, 4)[jnp.arange(len(b[1])), b[1]],
         "splits the axis",
