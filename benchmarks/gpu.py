@@ -1,9 +1,10 @@
 """Everything that one GPU is needed for, in under 20 minutes: tests, ``verify``, open doubts, whole training steps.
 
-The parts run one after the other, each in a process of its own. The results so far are written after each part, so a
-part that fails or runs out of time loses nothing but its own rest.
+The parts run one after the other, each in a process of its own; the compiled models compile in processes side by side,
+and are then measured one by one. The results so far are written after each part, so a part that fails or runs out of
+time loses nothing but its own rest.
 
-``tests``: the tests marked ``gpu``. ``verify``: ten models in bfloat16 against plain indexing. ``doubts``: four
+``tests``: the tests marked ``gpu``. ``verify``: ten models in bfloat16 against plain indexing. ``doubts``: five
 measurements (``benchmarks/gpu_doubts.py``). ``tokens``: training steps of decoders that keep some of their tokens,
 attention exact and cut, beside their limits (``benchmarks/bench_tokens.py``). ``eager`` and ``compiled``: training
 steps that fill the device, the plain step beside the engines, under bfloat16 autocast with AdamW, in interleaved
@@ -19,7 +20,9 @@ memory that a step held beyond the memory held before it. Compiled, ``sliced`` i
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -29,8 +32,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +61,7 @@ from bench_step import (
     sliced,
     summarize,
 )
-from gpu_doubts import Setup, bench_of, captured, gathering, host_time, new_shapes
+from gpu_doubts import Setup, bench_of, captured, gathering, host_time, new_shapes, pipeline
 from gpu_models import CHECKED, FULL, TINY, TITLES
 from rowprop.app.model import load_model
 from rowprop.cost.flops import count_flops
@@ -83,16 +88,16 @@ def attempt(note: Note, name: str, finding: Callable[[], Any]) -> None:
         traceback.print_exc()
         found = {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
     note(name, found)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
 
 
 def run_tests(setup: Setup, note: Note, until_s: float) -> None:
     """The tests marked gpu, in this process."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     recorder = Recorder(note)
-    code = pytest.main(["-m", "gpu", "-q", "-p", "no:cacheprovider", *map(str, marked)], plugins=[recorder])
+    side_by_side = ["-n", "8"] if importlib.util.find_spec("xdist") and not setup.dry else []
+    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", *side_by_side]
+    code = pytest.main([*options, *map(str, marked)], plugins=[recorder])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         note("pytest", {"failed": f"it ended with {code!r}"})
 
@@ -148,6 +153,7 @@ def run_doubts(setup: Setup, note: Note, until_s: float) -> None:
     attempt(note, "new_shapes", lambda: new_shapes(setup))
     attempt(note, "gathering", lambda: gathering(setup))
     attempt(note, "host_time", lambda: host_time(setup, of(8)))
+    attempt(note, "pipeline", lambda: pipeline(setup, of(16)))
     attempt(note, "captured", lambda: captured(setup, of(8)))
 
 
@@ -180,78 +186,96 @@ def of_tokens(setup: Setup, name: str, size: bench_tokens.Size) -> dict[str, Any
 
 
 def run_eager(setup: Setup, note: Note, until_s: float) -> None:
-    """Training steps at sizes that fill the device."""
-    run_steps(setup, note, until_s, compiled=False)
-
-
-def run_compiled(setup: Setup, note: Note, until_s: float) -> None:
-    """The same steps of compiled models."""
-    run_steps(setup, note, until_s, compiled=True)
-
-
-def run_steps(setup: Setup, note: Note, until_s: float, *, compiled: bool) -> None:
-    """Each workload gets an equal share of the time that is left."""
-    names = list(vars(FULL))[:: -1 if compiled else 1]  # the ResNet takes longest to compile, so it comes last
+    """Training steps at sizes that fill the device, in equal shares of the time that is left."""
+    names = list(vars(FULL))
     for place, name in enumerate(names):
         now_s = time.perf_counter()
         share_s = max(0.0, until_s - now_s) / (len(names) - place)
-        make = getattr(TINY if setup.dry else FULL, name)
-        attempt(note, name, lambda: measured(setup, name, make, now_s + share_s, compiled))  # noqa: B023
+        attempt(note, name, lambda: of_eager(setup, name, share_s))  # noqa: B023
 
 
-def measured(setup: Setup, name: str, make: Callable[[], Any], until_s: float, compiled: bool) -> dict[str, Any]:
+def of_eager(setup: Setup, name: str, share_s: float) -> dict[str, Any]:
     """Every figure of one workload."""
-    torch._dynamo.reset()
-    bench = bench_of(setup, make)
-    engines = ["full", "sliced", "masked", "recompute"]  # in the order in which they are wanted
-    benches = compiled_benches(bench, engines, setup.dry) if compiled else dict.fromkeys(engines, bench)
-    begun_s = time.perf_counter()
-    benches, left_out = affordable(benches, (begun_s + until_s) / 2)
-    first_s = time.perf_counter() - begun_s
-    n = bench.batch[0].shape[0]
+    bench = bench_named(setup, name)
+    return {**measured(setup, name, dict.fromkeys(BY_NEED, bench), share_s), "flops": flops(bench)}
+
+
+def run_compiled(setup: Setup, note: Note, until_s: float) -> None:
+    """The same steps of one compiled model: half of the time is for compiling, the rest for measuring all models."""
+    half_s = max(0.0, until_s - time.perf_counter()) / 2
+
+    def found() -> dict[str, Any]:
+        bench = bench_named(setup, setup.model)
+        benches, left_out, first_s = first_steps(compiled_benches(bench, setup.dry), half_s)
+        print(f"compiled: {setup.model}: compiled in {first_s:.0f} s", flush=True)
+        setup.alone()
+        steps = measured(setup, setup.model, benches, half_s / len(vars(FULL)))
+        return {**steps, "first_steps_s": first_s, "left_out": left_out}
+
+    attempt(note, setup.model, found)
+
+
+def bench_named(setup: Setup, name: str) -> Bench:
+    """A model of ``FULL``, in a dry run of ``TINY``."""
+    return bench_of(setup, getattr(TINY if setup.dry else FULL, name))
+
+
+def measured(setup: Setup, name: str, benches: dict[str, Bench], share_s: float) -> dict[str, Any]:
+    """The figures of one workload's steps."""
+    until_s, batch = time.perf_counter() + share_s, benches["full"].batch
+    n = batch[0].shape[0]
     peaks = {(keep, engine): peak(benches[engine], engine, draw(n, keep, setup.device))
              for keep in KEEPS for engine in benches}  # fmt: skip
     steps = measure(benches, setup.rounds, warmup=0 if setup.dry else 2, until_s=until_s)
     found = summarize(name, n, steps)
-    found["title"], found["sizes"] = TITLES[name], [list(t.shape) for t in bench.batch]
-    found["first_steps_s"], found["left_out"] = first_s, left_out
+    found["title"], found["sizes"], found["left_out"] = TITLES[name], [list(t.shape) for t in batch], {}
     for variant in found["variants"]:
         variant["peak_bytes"] = peaks[variant["keep"], variant["engine"]]
     found["plain"] = [{"keep": keep, "peak_bytes": peaks[keep, "full"]} for keep in KEEPS]
     found["steps"] = every_step(steps)
-    if not compiled:
-        found["flops"] = flops(bench)
     return found
 
 
-def compiled_benches(bench: Bench, engines: list[str], dry: bool) -> dict[str, Bench]:
+BY_NEED = ("full", "sliced", "masked", "recompute")
+"""The engines, in the order in which their figures are wanted."""
+
+
+def compiled_benches(bench: Bench, dry: bool) -> dict[str, Bench]:
     """The same model, compiled by default and by rowprop; a dry run stops before Inductor, which would compile C++."""
     from rowprop.backprop.compiled import backend  # reads what torch keeps to itself
 
-    benches = dict.fromkeys(
-        engines, replace(bench, model=torch.compile(bench.model, backend="aot_eager" if dry else "inductor"))
-    )
+    torch._dynamo.reset()
+    by_default = replace(bench, model=torch.compile(bench.model, backend="aot_eager" if dry else "inductor"))
     options = {"kernels": "eager"} if dry else None
-    benches["sliced"] = replace(bench, model=torch.compile(bench.model, backend=backend, options=options))
-    return benches
+    ours = replace(bench, model=torch.compile(bench.model, backend=backend, options=options))
+    return {engine: ours if engine == "sliced" else by_default for engine in BY_NEED}
 
 
-def affordable(benches: dict[str, Bench], until_s: float) -> tuple[dict[str, Bench], dict[str, str]]:
-    """Run the first steps of every engine, in which models compile.
+def first_steps(benches: dict[str, Bench], allowed_s: float) -> tuple[dict[str, Bench], dict[str, str], float]:
+    """Run the first steps of every engine, in which models compile; how long they took.
 
     ``recompute`` compiles two more graphs, and is left out where its turn comes too late.
     """
+    begun_s = time.perf_counter()
     taken: dict[str, Bench] = {}
     left_out: dict[str, str] = {}
     first = next(iter(benches.values())).batch[0]
     for engine, bench in benches.items():
-        if engine == "recompute" and time.perf_counter() > until_s:
+        if engine == "recompute" and time.perf_counter() > begun_s + allowed_s / 2:
             left_out[engine] = "no time was left to compile it"
             continue
         for keep in KEEPS:
             bench.step(ENGINES[engine], draw(first.shape[0], keep, first.device))
+            free_memory()
         taken[engine] = bench
-    return taken, left_out
+    return taken, left_out, time.perf_counter() - begun_s
+
+
+def free_memory() -> None:
+    """Leave to other processes what this one holds no tensor in."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def peak(bench: Bench, engine: str, rows: torch.Tensor) -> int:
@@ -309,10 +333,12 @@ class Order:
     into: Path
     limit_s: float
     dry: bool
+    model: str = ""  # that a process of the part ``compiled`` is for
 
     def arguments(self) -> list[str]:
         """For the command line of :meth:`run`."""
-        return ["--part", self.part, "--into", str(self.into), "--limit", str(self.limit_s), *["--dry"] * self.dry]
+        told = {"part": self.part, "into": self.into, "limit": self.limit_s, "model": self.model}
+        return [*(word for name, value in told.items() for word in (f"--{name}", str(value))), *["--dry"] * self.dry]
 
     def run(self) -> None:
         """In the part's own process: find, and write each finding at once."""
@@ -324,7 +350,10 @@ class Order:
             if self.part != "tests":  # pytest tells of each
                 print(f"{self.part}: {name}: {told(figures)}", flush=True)
 
-        RUNS[self.part](Setup(device_of(self.dry), self.dry), note, time.perf_counter() + 0.9 * self.limit_s)
+        with self.into.with_name("turn").open("w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_SH)  # so no other process is alone until this one is done, or asks to be
+            setup = Setup(device_of(self.dry), self.dry, self.model, partial(fcntl.flock, turn, fcntl.LOCK_EX))
+            RUNS[self.part](setup, note, time.perf_counter() + 0.9 * self.limit_s)
 
     def watched(self) -> dict[str, Any]:
         """In the first process: start the part's process, end it at its limit, and read its findings."""
@@ -338,6 +367,16 @@ class Order:
                 status = f"stopped at its limit of {self.limit_s:.0f} s"
         found = json.loads(self.into.read_text()) if self.into.exists() else {}
         return {"status": status, "seconds": time.perf_counter() - begun_s, "found": found}
+
+
+def side_by_side(orders: list[Order]) -> dict[str, Any]:
+    """Watch several processes of one part; in a dry run one after the other. What they found, in one."""
+    begun_s = time.perf_counter()
+    with ThreadPoolExecutor(1 if orders[0].dry else len(orders)) as threads:
+        ran = list(threads.map(Order.watched, orders))
+    ended = [part["status"] for part in ran if part["status"] != "done"]
+    found = {name: figures for part in ran for name, figures in part["found"].items()}
+    return {"status": [*ended, "done"][0], "seconds": time.perf_counter() - begun_s, "found": found}
 
 
 @contextmanager
@@ -380,7 +419,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, help="folder of the results (default benchmarks/results; if --dry, a new one)"
     )
-    for hidden, kind in (("part", str), ("into", Path), ("limit", float)):
+    for hidden, kind in (("part", str), ("into", Path), ("limit", float), ("model", str)):
         parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := set(args.parts.split(",")) - RUNS.keys():
@@ -389,7 +428,7 @@ def main() -> int:
         print("scripts/gpu needs a CUDA device that torch sees; scripts/gpu --dry runs it on the CPU.", file=sys.stderr)
         return 1
     if args.part:
-        Order(args.part, args.into, args.limit, args.dry).run()
+        Order(args.part, args.into, args.limit, args.dry, args.model).run()
         return 0
     device = device_of(args.dry)
     stem = "gpu-dry" if args.dry else f"gpu-{device_stem(device, 0).removeprefix('nvidia-')}"
@@ -409,8 +448,12 @@ def main() -> int:
         for part in args.parts.split(","):
             allowed_s += LIMITS_S[part] * (10 if args.dry else 1)  # a machine that runs tests may be busy
             passed_s = time.perf_counter() - begun_s
-            order = Order(part, Path(folder) / f"{part}.json", allowed_s - passed_s, args.dry)
-            result["parts"][part] = order.watched()
+            models = list(vars(FULL)) if part == "compiled" else [""]
+            orders = [
+                Order(part, Path(folder) / f"{part}{model}.json", allowed_s - passed_s, args.dry, model)
+                for model in models
+            ]
+            result["parts"][part] = side_by_side(orders)
             result["seconds"] = time.perf_counter() - begun_s
             save(out, stem, result, gpu_page.markdown(result, __doc__ or ""))
     print(gpu_page.summary(result))

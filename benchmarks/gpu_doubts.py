@@ -1,9 +1,10 @@
-"""Four doubts that only a device settles, each as a measurement.
+"""Five doubts that only a device settles, each as a measurement.
 
 ``new_shapes``: what the first backward of each new K costs through cuDNN's attention, and through convolutions that
 cuDNN tunes. ``gathering``: rows taken by ``index_select`` and by indexing, and added by ``index_add_`` and by
 ``index_copy_``. ``host_time``: how long the host takes to launch a step beside the device's time for it.
-``captured``: a step as a CUDA graph, at fixed K with integer indices.
+``pipeline``: steps after one another, between which nobody waits for the device, and what it costs that ``skip_zeros``
+waits for its count. ``captured``: a step as a CUDA graph, at fixed K with integer indices.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setup:
-    """The device, and whether this is a dry run at tiny sizes."""
+    """The device, whether this is a dry run at tiny sizes, and what a process is told that runs beside others."""
 
     device: torch.device
     dry: bool
+    model: str = ""
+    alone: Callable[[], None] = lambda: None  # waits until no other process compiles or measures
 
     @property
     def rounds(self) -> int:
@@ -168,6 +171,42 @@ def host_time(setup: Setup, make: Callable[[], Made], keep: float = 0.25) -> Fig
         engine: {"host_s": spread([s.host_s for s in taken]), "device_s": spread([s.gradient_s for s in taken])}
         for (_, engine), taken in steps.items()
     }
+
+
+# --- steps without a wait between them -------------------------------------------------------------------------------
+
+
+def pipeline(setup: Setup, make: Callable[[], Made], keep: float = 0.25) -> Figures:
+    """Seconds of a whole step, median and quartiles, by the way in which rows leave the backward."""
+    bench, steps = bench_of(setup, make), 2 if setup.dry else 8
+    n = bench.batch[0].shape[0]
+    rows = bench_step.draw(n, keep, setup.device)
+
+    def zeros(capacity: float | None) -> bench_step.Loss:
+        def loss_of(model: nn.Module, batch: bench_step.Batch, rows: Tensor) -> Tensor:
+            return rowprop.skip_zeros(bench_step.row_losses(model, batch), capacity=capacity)[rows].mean()
+
+        return loss_of
+
+    ways = {name: bench_step.ENGINES[name] for name in ("full", "masked", "sliced")}
+    ways |= {"skip_zeros": zeros(None), f"skip_zeros, capacity {keep}": zeros(keep)}
+
+    def repeated(loss_of: bench_step.Loss) -> Callable[[Done], None]:
+        def routine(done: Done) -> None:
+            for _ in range(steps):
+                with bench.autocast():
+                    loss = loss_of(bench.model, bench.batch, rows)
+                loss.backward()
+                bench.optimizer.step()
+                bench.optimizer.zero_grad(set_to_none=True)
+            done("steps")
+
+        return routine
+
+    taken = measure({name: repeated(way) for name, way in ways.items()}, devices=[setup.device],
+                    rounds=2 if setup.dry else 8, warmup=1)  # fmt: skip
+    each = {name: spread([s / steps for s in timing.each_s()]) for name, timing in taken.items()}
+    return {"num_rows": n, "kept": num_kept(n, keep), "seconds": each}
 
 
 # --- graph capture ---------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def verify(found: Found) -> list[str]:
 
 
 def doubts(found: Found) -> list[str]:
-    """The four measurements."""
+    """The five measurements."""
     lines: list[str] = []
     if new := found.get("new_shapes"):
         lines += ["### A new K", "", "Milliseconds of backwards on K rows in their order; each K comes twice.", ""]
@@ -117,6 +117,17 @@ def doubts(found: Found) -> list[str]:
         lines += ["### Host time beside device time", "", f"GPT-2, K = {host['kept']} of {host['num_rows']} rows.", ""]
         rows = [[e, ms(host[e]["host_s"]["median"]), ms(host[e]["device_s"]["median"])] for e in ("full", "sliced")]
         lines += [*table("step, host ms, device ms", rows), ""]
+    if "seconds" in (steps := found.get("pipeline", {})):
+        lines += [
+            "### Steps without a wait between them", "",
+            f"GPT-2, K = {steps['kept']} of {steps['num_rows']} rows; a whole step, its update included.", "",
+        ]  # fmt: skip
+        plain_s = steps["seconds"]["full"]["median"]
+        rows = [
+            [name, ms(s["median"]), f"{ms(s['q1'])} to {ms(s['q3'])}", f"{s['median'] / plain_s:.3f}"]
+            for name, s in steps["seconds"].items()
+        ]
+        lines += [*table("step, ms, quartiles, of the plain one", rows), ""]
     if "full" in (graphs := found.get("captured", {})):
         lines += ["### A step as a CUDA graph", "", f"K = {graphs['kept']} of {graphs['num_rows']} rows.", ""]
         engines = {e: graphs[e] for e in ("full", "sliced")}
@@ -158,7 +169,8 @@ def steps(found: Found) -> list[str]:
         lines += [
             f"### {w['title']}: {w['sizes']}", "",
             f"Plain step: F {f:.1f} ms, B {b:.1f} ms, U {u:.1f} ms, host {host:.1f} ms, peak {gib:.2f} GiB; medians of "
-            f"{w['rounds']} steps of each kind. First steps: {w['first_steps_s']:.0f} s.", "",
+            f"{w['rounds']} steps of each kind."
+            + (f" First steps, in which it compiles: {w['first_steps_s']:.0f} s." if "first_steps_s" in w else ""), "",
         ]  # fmt: skip
         lines += [line for engine, why in w["left_out"].items() for line in (f"{engine} is left out: {why}.", "")]
         rows = [

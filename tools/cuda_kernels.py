@@ -45,6 +45,7 @@ kernel, needs = partial(entered, KERNELS), partial(entered, REQUIREMENTS)
 
 @contextmanager
 def installed(*names: str) -> Generator[None]:
+    PLANS.clear()
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, function in KERNELS.items() if not names else ((n, KERNELS[n]) for n in names):
@@ -185,9 +186,20 @@ def cudnn_kernel(q, k, v, bias, cum_q, cum_k, max_q, max_k, *args, scale=None):
     return cudnn(q, k, v, bias, *args, scale=scale)
 
 
+PLANS: dict[Any, Any] = {}
+
+
+def check_plan(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: object) -> None:
+    """``MHACacheKeyWrapper`` of MHA.cpp: a plan is made for the gradient's strides, but kept without them."""
+    steps = [step for step, size in zip(g.stride(), g.shape, strict=True) if size > 1]
+    kept = PLANS.setdefault((*((t.shape, t.stride()) for t in (q, k, v)), *settings), steps)
+    assert steps == kept, f"the plan was made for a gradient with strides {kept}, and these are {steps}"
+
+
 @kernel("_scaled_dot_product_cudnn_attention_backward", "_cudnn_attention_backward")
 def cudnn_backward(g, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, p, causal, *, scale=None):
     assert cum_q is None and cum_k is None, "packed sequences"
+    check_plan(g, q, k, v, p, causal)
     check_cudnn(q, k, v, bias)
     check_dtypes(g, q, k, v, out, lse=lse)
     check_alignment(out, g if g.stride(-1) == 1 else g.contiguous())

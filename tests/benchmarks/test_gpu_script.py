@@ -77,7 +77,7 @@ def test_every_part_runs_and_finds_all_of_its_findings(dry: tuple[dict[str, Any]
     assert tests["test_gpu.py"]["passed"] > 0
     verdicts = {name: found["status"] for name, found in parts["verify"]["found"].items()}
     assert verdicts == dict.fromkeys(TEN, "exact")  # so few rows that BatchNorm takes the exact gradient
-    assert parts["doubts"]["found"].keys() == {"new_shapes", "gathering", "host_time", "captured"}
+    assert parts["doubts"]["found"].keys() == {"new_shapes", "gathering", "host_time", "pipeline", "captured"}
     assert parts["tokens"]["found"].keys() == {"gpt", "llama"}
     for part in ("eager", "compiled"):
         assert parts[part]["found"].keys() == FOUR
@@ -138,8 +138,8 @@ def test_the_doubts_are_measured_at_the_rows_asked_for(dry: tuple[dict[str, Any]
     assert [each["kept"] for each in found["gathering"]["by_kept"]] == [8, 16, 32]
     for each in found["gathering"]["by_kept"]:
         assert list(each["seconds"]) == ["index_select", "indexing", "index_add_", "index_copy_"]
-    for name in ("host_time", "captured"):
-        assert (found[name]["kept"], found[name]["num_rows"]) == (2, 8)
+    assert all((found[name]["kept"], found[name]["num_rows"]) == (2, 8) for name in ("host_time", "captured"))
+    assert (found["pipeline"]["kept"], found["pipeline"]["num_rows"]) == (4, 16)
     assert {found["captured"][engine]["gradients_differ_by"] for engine in ("full", "sliced")} == {0.0}
 
 

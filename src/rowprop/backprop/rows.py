@@ -100,6 +100,7 @@ class RowSet:
         self.marked = False  # see copying
         self.recent: dict[Any, tuple[Tensor, Any, Tensor]] = {}  # the last two gathers, by the places of their sources
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
+        self.stored: Callable[[Tensor], Tensor] | None = None  # has a traced graph write a tensor to memory
         # Where the device has streams: those that gradients of these rows were used on, once there are several.
         self.streams: list[Any] | None = [] if has_streams(index.device) else None
 

@@ -20,7 +20,7 @@ from rowprop.backprop.watch import note_densified
 class RowSlice:
     """The operand of a rule: the ``values`` of K rows, and the ``layout`` of these rows in the full ``shape``."""
 
-    __slots__ = ("dim", "layout", "memory_format", "ndim", "rows", "shape", "values")
+    __slots__ = ("dim", "layout", "memory_format", "ndim", "order", "rows", "shape", "values")
 
     def __init__(self, values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int]) -> None:
         self.values = values
@@ -30,6 +30,7 @@ class RowSlice:
         self.dim = layout.dim  # the dimension that the rows lie in
         self.ndim = len(self.shape)
         self.memory_format: torch.memory_format | None = None  # channels-last, if a formula asked for it
+        self.order: list[int] | None = None  # of the dimensions of dense() in memory, if a kernel asked for one
 
     def take(self, tensor: Tensor, dim: int | None = None) -> Tensor:
         """The kept rows of a full-size plain tensor; its rows lie in ``dim`` (default: as in this gradient)."""
@@ -169,15 +170,25 @@ class RowSlice:
             indices[place] = torch.searchsorted(coarse.index, larger)
         small = _resized(self.layout, place, coarse.kept)
         layout = Layout(part.dim, part.size, part.outer, part.inner)
-        out = self.values.new_zeros(layout.kept_shape(self.shape, coarse.kept))
+        out = self._zeros(layout.kept_shape(self.shape, coarse.kept), self.in_memory())
         index = joined(indices, small.sizes)
         return RowSlice(scatter_add(out, self.values, index, small, parts=indices), coarse, layout, self.shape)
 
     def dense(self) -> Tensor:
         """Scatter into zeros; repeated rows add up."""
-        zeros = self.values.new_zeros(self.shape)
+        zeros = self.values.new_zeros(self.shape) if self.order is None else self._zeros(self.shape, self.order)
         format = self.memory_format
         return self.add_into(zeros if format is None else zeros.contiguous(memory_format=format))
+
+    def in_memory(self, steps: Sequence[int] | None = None) -> list[int]:
+        """The dimensions from the slowest in memory on: of the values, and where several hold rows, by ``steps``."""
+        parts = [part.dim for part in self.layout.parts]
+        among = {d: place if steps is None else -steps[d] for place, d in enumerate(parts)}
+        own = [self.values.stride(self.dim if d in among else d) for d in range(self.ndim)]
+        return sorted(range(self.ndim), key=lambda d: (-own[d], among.get(d, 0)))
+
+    def _zeros(self, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+        return self.values.new_zeros([shape[d] for d in order]).permute([list(order).index(d) for d in range(self.ndim)])
 
     def add_into(self, out: Tensor, alpha: Any = 1) -> Tensor:
         """Add the kept rows to a full-size plain tensor, in place."""
@@ -353,6 +364,8 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
             return gather_plain(tensor.permute(order), index, moved, parts).permute(inverse)
     dim = layout.dim
     if layout.plain:
+        if tensor.is_cuda:  # where index_select takes up to 16 rows by a kernel that is four times slower
+            return torch.ops.aten.index.Tensor(tensor, [None] * dim + [index])
         return tensor.index_select(dim, index)
     if not layout.minor:
         return rows_apart(tensor, layout).index_select(dim + 1, index).flatten(dim, dim + 2)

@@ -269,7 +269,7 @@ class ConstantStatistics(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             self.calls += 1
             g, x, weight, mean, invstd, eps, _, mask = found
-            constant = mean, invstd.pow(-2) - eps, None, None, False, eps, mask or [True] * 3
+            constant = mean, invstd.pow(-2) - eps, mean, invstd, False, eps, mask or [True] * 3
             return _aten.native_batch_norm_backward.default(g, x, weight, *constant)
 
 

@@ -69,8 +69,7 @@ class MultipleOf(Around):
             raise InvalidInput(f"MultipleOf got an unbiased selection from {self.selector!r}, but {remedy}")
         count = min(scores.numel(), -(-chosen.num_kept // self.multiple_of) * self.multiple_of)
         order = hardest_first(scores)
-        other = torch.ones_like(order)
-        other[chosen.rows] = 0
+        other = torch.ones_like(order).index_fill_(0, chosen.rows, 0)
         first = torch.sort(other[order], stable=True).indices  # the chosen, then the others, each hardest first
         return mean_of(order[first[:count]], scores)
 

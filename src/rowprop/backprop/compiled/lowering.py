@@ -33,7 +33,9 @@ _counter = itertools.count()
 _regions: weakref.WeakSet[Any] = weakref.WeakSet()  # the tracing contexts of the regions that this backend compiled
 
 
-def backend(graph: Any, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable[..., Any]:
+def backend(
+    graph: Any, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str = "default"
+) -> Callable[..., Any]:
     """Compile a region so that its backward runs on the kept rows; for ``torch.compile(model, backend="rowprop")``.
 
     The forward, and a backward without :func:`rowprop.pick`, are compiled as ``torch.compile`` does by default. The
@@ -45,28 +47,37 @@ def backend(graph: Any, inputs: Sequence[Any], *, options: dict[str, Any] | None
         graph: A region, as TorchDynamo traced it.
         inputs: Its example inputs.
         options: ``{"kernels": "inductor"}`` (default), or ``"eager"`` to run the traced graphs op by op: for debugging.
+        mode: As in ``torch.compile``: ``"reduce-overhead"`` replays CUDA graphs, one for each K, so that the host no
+            longer limits small backwards; let K be one of few numbers then.
 
     Raises:
-        InvalidInput: Unknown options.
+        InvalidInput: Unknown options or mode.
     """
     kernels = (options or {}).get("kernels", "inductor")
     if set(options or {}) - {"kernels"} or kernels not in ("inductor", "eager"):
         raise InvalidInput(f"options={options!r} came but none or {{'kernels': 'inductor'}} or 'eager' was needed.")
     import torch._functorch.config as functorch_config
     from torch._guards import TracingContext
+    from torch._inductor import list_mode_options
 
+    modes = list_mode_options()
+    if mode not in modes:
+        raise InvalidInput(f"mode={mode!r} came but one of {', '.join(modes)} was needed.")
     _regions.add(TracingContext.get())
     # A cached region comes back without its backward graph. A donated buffer is overwritten before its rows are taken.
     patch: Any = cast(Any, functorch_config).patch
     with patch(enable_autograd_cache=False, donated_buffer=False):
-        return _compile_eager(graph, inputs) if kernels == "eager" else _compile_inductor(graph, inputs)
+        return _compile_eager(graph, inputs) if kernels == "eager" else _compile_inductor(graph, inputs, modes[mode])
 
 
-def _compile_inductor(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _compile_inductor(graph: Any, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor import compile_fx as module
+    from torch._inductor import config
 
     compile_fx: Any = module
-    full: dict[Any, Any] = compile_fx.select_decomp_table()
+    under = cast("Callable[[Any], Any]", config.patch(settings))  # also when a backward is first needed, and compiled
+    # torch's own formula makes the result contiguous, which would take a gradient out of channels last.
+    full: dict[Any, Any] = {**compile_fx.select_decomp_table(), torch.ops.aten.masked_fill.Scalar: _filled}
 
     def inner(graph: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
@@ -79,12 +90,16 @@ def _compile_inductor(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
             ]
             return compile_fx.compile_fx_inner(graph, inputs, **kwargs)
 
-        return _boxed(Backward(graph, inputs, full, compile))
+        return _boxed(Backward(graph, inputs, full, under(compile)))
 
     # BatchNorm mixes rows, and its rule has to see the whole op.
     norms = {"native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward"}
     others = {op: f for op, f in full.items() if str(op).removeprefix("aten.").partition(".")[0] not in norms}
-    return compile_fx.compile_fx(graph, inputs, inner_compile=inner, decompositions=others)
+    return under(compile_fx.compile_fx)(graph, inputs, inner_compile=inner, decompositions=others)
+
+
+def _filled(x: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return torch.where(mask, value, x)
 
 
 def _compile_eager(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -279,7 +294,7 @@ class Variant:
         self.orders = {place: _order(region.inputs[place]) for place in layouts}
 
         def on_rows(*values: Any) -> list[Any]:
-            *given, index = values
+            *given, index = values[: len(inputs) + 1]
             traced = RowSet(index, num_rows, unique=rows.unique, batchnorm=rows.batchnorm)
             further: list[Tensor] = []
             traced.hook = rows.hook and rows.hook.traced(traced, further)
@@ -301,7 +316,8 @@ class Variant:
             return [*(r.values if type(r) is RowSlice else r for r in results), *further]
 
         self.notes.clear()
-        self.call = region.compiled(on_rows, [*inputs, index])
+        # K comes as an input, too: CUDA graphs are kept by the sizes among their inputs.
+        self.call = region.compiled(on_rows, [*inputs, index, *([kept] if isinstance(kept, torch.SymInt) else [])])
         symbol = cast(Any, kept).node.expr if isinstance(kept, torch.SymInt) else None
         if symbol is not None and symbol.is_number:
             raise RuntimeError(f"an op fixes the number of kept rows, at {rows.kept}")
@@ -322,7 +338,7 @@ class Variant:
             for place, a in enumerate(args)
             if a is not None
         ]
-        values.append(rows.index.contiguous())
+        values += [rows.index.contiguous(), *([] if self.kept is None else [rows.kept])]
         args.clear()
         out: list[Any] = list(self.call(values))
         for found in out[len(self.results) :]:

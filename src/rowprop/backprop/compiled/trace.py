@@ -51,7 +51,7 @@ class OnRows(Run):
         self.notes = notes
         self.sources: dict[int, torch.fx.Node] = {}
         self.known: dict[Any, Tensor] = {}
-        rows.recompute = self.recompute
+        rows.recompute, rows.stored = self.recompute, _stored
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """Run a node, and remember which node made a tensor."""
@@ -185,6 +185,13 @@ class OnRows(Run):
             return a if dim < 0 or a.shape[dim] == 1 else self.recompute(a, layout.at(dim))
 
         return op(*(kept(a) for a in args), **{name: kept(a) for name, a in kwargs.items()})
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Written to memory: Inductor does not divide a sum among blocks if all that it adds up comes through an index."""
+    from torch._inductor import inductor_prims
+
+    return cast(Any, inductor_prims).force_stride_order(tensor, tensor.stride())
 
 
 def _dense(value: Any) -> Any:

@@ -66,12 +66,13 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     wanted = wanted if wanted is None or isinstance(wanted, bool) else wanted[-1]
     dims = (0, 0, 0) if wanted is None else (0, 0, 0, 0 if wanted and per_row else None)
     if call.dropout_p > 0:
-        return Densify("dropout inside the kernel depends on where a row stood in the batch; set dropout_p=0", g, dims)
+        why = "dropout inside the kernel depends on where a row stood in the batch; set dropout_p=0"
+        return _at_full_size(why, call, g, dims)
     # Under this variable, cuDNN chooses a format of the log-sum-exp by the operands' strides, in the forward and again
     # in the backward (MHA.cpp, use_ragged_in_dense). Kept rows may have other strides, so the choices could differ.
     if "cudnn" in op.__name__ and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
         tied = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 ties the kernel to the strides of all rows; unset it"
-        return Densify(tied, g, dims)
+        return _at_full_size(tied, call, g, dims)
     if wanted and not per_row:
         return Densify("the bias that needs a gradient does not have the shape of the scores")
     # A part of a wider gradient may begin anywhere, and the kernels load 16 bytes at a time.
@@ -85,6 +86,16 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         grads = op(*kept, **kwargs)
     return tuple(t if dim is None else g.like(t) for t, dim in zip(grads, dims, strict=True))
+
+
+def _at_full_size(why: str, call: Call, g: RowSlice, dims: tuple[int | None, ...]) -> Densify:
+    """The kernel takes all rows, and a gradient that lies in memory as plain training's does.
+
+    cuDNN's plans are kept by the strides of queries, keys and values (MHA.cpp, MHAParams). A plan that was made for a
+    gradient with other strides reads this one wrongly, without a word.
+    """
+    g.order = g.in_memory(call.out.stride())
+    return Densify(why, g, dims)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -101,7 +112,7 @@ def _of_queries(call: Call, g: RowSlice, time: int) -> Any:
     if cut:
         note("cut", op_name(call.op))
     if call.op is not _CPU or time != 2:  # the CPU has no dropout in the kernel
-        return Densify(ALL, g, _dims(call, g.dim, cut))
+        return _at_full_size(ALL, call, g, _dims(call, g.dim, cut))
     check_readable(g.rows.index, "how many tokens each sequence keeps")
     mask, causal, keys = call.attn_mask, call.is_causal, call.key.shape[2]
 
@@ -184,7 +195,7 @@ def _of_packed(call: Call, g: RowSlice, lengths: list[Any]) -> Any:
     cut = g.rows.attention == "cut" and _same_lengths(*lengths)
     if cut:
         note("cut", op_name(call.op))
-    return Densify(ALL, g, _dims(call, time, cut))
+    return _at_full_size(ALL, call, g, _dims(call, time, cut))
 
 
 def _of_sequences(

@@ -139,6 +139,7 @@ def _project(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
     """
     weight, mean, invstd, mask = call.weight, call.save_mean, call.save_invstd, call.output_mask
     values, x = in_one_format(g, call.input)
+    x = x if g.rows.stored is None else g.rows.stored(x)
     kept_mean, kept_var = statistics(call.op, x, mean)
     kept_std = kept_var.add_(call.eps).sqrt_()
     scale = invstd * kept_std
@@ -159,8 +160,8 @@ def statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     weight is ones, not None: CUDA's kernels give the sums its dtype and device.
     """
     count = x.numel() // x.shape[1]
-    wide, one = x.to(centre.dtype), torch.ones_like(centre)
-    _, product, total = op(wide, wide, one, None, None, centre, one, True, 0.0, [False, True, True])
+    one = torch.ones_like(centre)
+    _, product, total = op(x, x, one, None, None, centre, one, True, 0.0, [False, True, True])
     mean = total / count
     return mean, torch.addcmul(product / count, mean, mean - centre, value=-1).clamp_min_(0)
 
