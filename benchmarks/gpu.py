@@ -6,15 +6,15 @@ time loses nothing but its own rest.
 
 ``tests``: the tests marked ``gpu``. ``verify``: ten models in bfloat16 against plain indexing. ``doubts``: five
 measurements (``benchmarks/gpu_doubts.py``). ``tokens``: training steps of decoders that keep some of their tokens,
-attention exact and cut, beside their limits (``benchmarks/bench_tokens.py``). ``eager`` and ``compiled``: training
-steps that fill the device, the plain step beside the engines, under bfloat16 autocast with AdamW, in interleaved
-rounds.
+attention exact and cut, beside their limits (``benchmarks/bench_tokens.py``). ``eager``, ``compiled`` and ``graphs``:
+training steps that fill the device, the plain step beside the engines, under bfloat16 autocast with AdamW, in
+interleaved rounds; the models as they are, compiled, and compiled with ``mode="reduce-overhead"``.
 
 A ratio is an engine's time of forward and backward over the plain step's in the same round; the limit is
 (F + kB)/(F + B) of the same rounds. Device time is from CUDA events. Host time runs until the calls of forward and
 backward returned: where it is as long as the device time, the host is what the step waits for. The peak is the most
 memory that a step held beyond the memory held before it. Compiled, ``sliced`` is the model compiled with
-``backend="rowprop"``, and every other engine is the same model compiled by default.
+``backend="rowprop"``, and every other engine is the same model compiled by Inductor in the same mode.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from rowprop.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 MODELS = Path(__file__).with_name("gpu_models.py")
-LIMITS_S = {"tests": 200, "verify": 150, "doubts": 120, "tokens": 120, "eager": 250, "compiled": 340}
+LIMITS_S = {"tests": 180, "verify": 60, "doubts": 90, "tokens": 60, "eager": 160, "compiled": 300, "graphs": 300}
 """The parts in their order, and the seconds of each; a part may also use the seconds that parts before it left."""
 
 Note = Callable[[str, Any], None]
@@ -95,8 +95,8 @@ def run_tests(setup: Setup, note: Note, until_s: float) -> None:
     """The tests marked gpu, in this process."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     recorder = Recorder(note)
-    side_by_side = ["-n", "8"] if importlib.util.find_spec("xdist") and not setup.dry else []
-    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", *side_by_side]
+    several = ["-n", "8"] if importlib.util.find_spec("xdist") and not setup.dry else []
+    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", *several]
     code = pytest.main([*options, *map(str, marked)], plugins=[recorder])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         note("pytest", {"failed": f"it ended with {code!r}"})
@@ -200,14 +200,13 @@ def of_eager(setup: Setup, name: str, share_s: float) -> dict[str, Any]:
     return {**measured(setup, name, dict.fromkeys(BY_NEED, bench), share_s), "flops": flops(bench)}
 
 
-def run_compiled(setup: Setup, note: Note, until_s: float) -> None:
+def run_compiled(setup: Setup, note: Note, until_s: float, mode: str = "default") -> None:
     """The same steps of one compiled model: half of the time is for compiling, the rest for measuring all models."""
     half_s = max(0.0, until_s - time.perf_counter()) / 2
 
     def found() -> dict[str, Any]:
         bench = bench_named(setup, setup.model)
-        benches, left_out, first_s = first_steps(compiled_benches(bench, setup.dry), half_s)
-        print(f"compiled: {setup.model}: compiled in {first_s:.0f} s", flush=True)
+        benches, left_out, first_s = first_steps(compiled_benches(bench, setup.dry, mode), half_s)
         setup.alone()
         steps = measured(setup, setup.model, benches, half_s / len(vars(FULL)))
         return {**steps, "first_steps_s": first_s, "left_out": left_out}
@@ -236,19 +235,24 @@ def measured(setup: Setup, name: str, benches: dict[str, Bench], share_s: float)
     return found
 
 
-BY_NEED = ("full", "sliced", "masked", "recompute")
+BY_NEED = ("full", "sliced", "recompute")
 """The engines, in the order in which their figures are wanted."""
 
 
-def compiled_benches(bench: Bench, dry: bool) -> dict[str, Bench]:
-    """The same model, compiled by default and by rowprop; a dry run stops before Inductor, which would compile C++."""
+def compiled_benches(bench: Bench, dry: bool, mode: str) -> dict[str, Bench]:
+    """The same model, compiled by Inductor and by rowprop; a dry run stops before Inductor, which would compile C++."""
     from rowprop.backprop.compiled import backend  # reads what torch keeps to itself
 
     torch._dynamo.reset()
-    by_default = replace(bench, model=torch.compile(bench.model, backend="aot_eager" if dry else "inductor"))
-    options = {"kernels": "eager"} if dry else None
-    ours = replace(bench, model=torch.compile(bench.model, backend=backend, options=options))
-    return {engine: ours if engine == "sliced" else by_default for engine in BY_NEED}
+    if dry:
+        options = {"kernels": "eager"}
+        plain, ours = (
+            torch.compile(bench.model, backend="aot_eager"),
+            torch.compile(bench.model, backend=backend, options=options),
+        )
+    else:
+        plain, ours = (torch.compile(bench.model, backend=how, mode=mode) for how in ("inductor", backend))
+    return {engine: replace(bench, model=ours if engine == "sliced" else plain) for engine in BY_NEED}
 
 
 def first_steps(benches: dict[str, Bench], allowed_s: float) -> tuple[dict[str, Bench], dict[str, str], float]:
@@ -318,7 +322,7 @@ def flops(bench: Bench) -> list[dict[str, Any]]:
 
 RUNS: dict[str, Callable[[Setup, Note, float], None]] = {
     "tests": run_tests, "verify": run_verify, "doubts": run_doubts, "tokens": run_tokens, "eager": run_eager,
-    "compiled": run_compiled,
+    "compiled": run_compiled, "graphs": partial(run_compiled, mode="reduce-overhead"),
 }  # fmt: skip
 
 
@@ -333,7 +337,7 @@ class Order:
     into: Path
     limit_s: float
     dry: bool
-    model: str = ""  # that a process of the part ``compiled`` is for
+    model: str = ""  # that a process of a part with compiled models is for
 
     def arguments(self) -> list[str]:
         """For the command line of :meth:`run`."""
@@ -448,7 +452,7 @@ def main() -> int:
         for part in args.parts.split(","):
             allowed_s += LIMITS_S[part] * (10 if args.dry else 1)  # a machine that runs tests may be busy
             passed_s = time.perf_counter() - begun_s
-            models = list(vars(FULL)) if part == "compiled" else [""]
+            models = list(vars(FULL)) if part in ("compiled", "graphs") else [""]
             orders = [
                 Order(part, Path(folder) / f"{part}{model}.json", allowed_s - passed_s, args.dry, model)
                 for model in models

@@ -41,7 +41,7 @@ class Setup:
     @property
     def rounds(self) -> int:
         """How often each step is measured."""
-        return 2 if self.dry else 20
+        return 2 if self.dry else 12
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Half precision where PyTorch finds it safe."""

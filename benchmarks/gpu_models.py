@@ -1,7 +1,7 @@
 """The models of scripts/gpu: plain torch.nn, each returned as model, batch and losses.
 
-``CHECKED`` holds ten models at a size for ``rowprop verify``, ``FULL`` four of them at a size that fills an H100, and
-``TINY`` all of them for a dry run. The command line finds them by these names::
+``CHECKED`` holds ten models at a size for ``rowprop verify``, ``FULL`` five at a size that fills an H100, and ``TINY``
+all of them for a dry run. The command line finds them by these names::
 
     rowprop verify benchmarks/gpu_models.py:CHECKED.llama --device cuda --dtype bfloat16
 """
@@ -282,6 +282,7 @@ TINY = SimpleNamespace(
     bert=partial(bert, 16, 8, 64, 1),
     gpt2=partial(gpt2, 16, 8, 64, 1, 64),
     llama=partial(llama, 16, 8, 64, 1, heads=4, kv_heads=2, hidden=96, vocabulary=64),
+    llama8b=partial(llama, 16, 8, 64, 1, heads=4, kv_heads=1, hidden=96, vocabulary=64),
     lstm=partial(lstm, 16, 4, 16, 32),
     unet=partial(unet, 16, 16, 8, 2),
     moe=partial(moe, 16, 8, 64, 1, 4),
@@ -291,7 +292,9 @@ FULL = SimpleNamespace(
     vit=partial(vit, 128, 224, 768, 12),
     gpt2=partial(gpt2, 16, 1024, 768, 12),
     llama=partial(llama, 16, 512, 2048, 16, heads=32, kv_heads=8, hidden=8192, vocabulary=32_000),
+    llama8b=partial(llama, 16, 1024, 4096, 4, heads=32, kv_heads=8, hidden=14_336, vocabulary=32_000),
 )
 TITLES = {
     "resnet50": "ResNet-50, channels last", "vit": "ViT-B/16", "gpt2": "GPT-2 124M", "llama": "Llama, 1B",
+    "llama8b": "Llama 8B, 4 of its layers",
 }  # fmt: skip

@@ -30,6 +30,7 @@ def markdown(result: Found, about: str) -> str:
         "doubts": ("What only a device settles", doubts), "tokens": ("Training steps on tokens", tokens),
         "eager": ("Training steps", steps),
         "compiled": ("Training steps of compiled models", steps),
+        "graphs": ("Training steps of compiled models, replayed as CUDA graphs", steps),
     }  # fmt: skip
     for part, (title, write) in sections.items():
         if part in parts:
@@ -197,7 +198,7 @@ def ratio(variant: Found) -> str:
 def readme_table(result: Found) -> Iterator[str]:
     """Ratios beside their limits, by model and engine: the README's table, for this device."""
     setting = result["setting"]
-    for part in ("eager", "compiled"):
+    for part in ("eager", "compiled", "graphs"):
         found = result["parts"].get(part, {"found": {}})["found"]
         measured = [each for each in found.values() if "failed" not in each]
         if not measured:

@@ -23,7 +23,13 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rowprop
+import rule_cases
+import token_models
+import zoo
+from accelerator import Moving
+from picks import Take
 from rowprop import host
+from rowprop.backprop.compiled import backend
 from rowprop.backprop.watch import Report
 from zoo import Net
 
@@ -696,6 +702,71 @@ def test_a_captured_step_replays_with_other_data_and_rows(name: str):
     assert not any(report.densified or report.waited for report in reports)
 
 
+@pytest.mark.parametrize("name", MODELS)
+# Red when: a graph of one number of rows is replayed for another, or one step's memory is written to by the next.
+def test_compiled_steps_as_graphs_follow_the_number_of_rows(name: str):
+    model, plain = built(name), built(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, mode="reduce-overhead")
+    for seed, kept in enumerate([2, 3, 2, 4, 3, 2, 6]):
+        batch, rows = batch_of(name, seed), torch.randperm(N)[:kept].to(DEVICE)
+        for net, run in ((model, compiled), (plain, plain)):
+            net.zero_grad()
+            rowprop.pick(losses_of(run, batch), rows, batchnorm="rows").mean().backward()
+        grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (model, plain)]
+        assert len(grads[0]) == len(list(model.parameters()))
+        assert_close(grads[0], grads[1], 5e-3)
+
+
+# --- the tables of cases that the CPU's rules are tested with ---------------------------------------------------------
+
+
+def of_indexing(gradients: Callable[[Take], list[Tensor | None]], rows: Any) -> None:
+    """``pick`` has the gradient of plain indexing, where the forward, written for the CPU, runs on the device."""
+    rows = torch.as_tensor(rows)
+
+    def on_device(take: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor | None]:
+        with Moving(torch.device(DEVICE)) if ON_GPU else nullcontext() as moving:
+
+            def leave(losses: Tensor) -> Tensor:
+                if moving is not None:
+                    moving.stop()
+                return take(losses, rows.to(losses.device))
+
+            return gradients(leave)
+
+    try:
+        expected = on_device(lambda losses, rows: losses[rows])
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"the device has no such kernel: {str(error).partition(chr(10))[0]}")
+    actual = on_device(lambda losses, rows: rowprop.pick(losses, rows, batchnorm="exact"))
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("rows", [[1, 4], [0, 2, 2, 5]], ids=str)
+@pytest.mark.parametrize("name", rule_cases.CASES)
+def test_rules(name: str, rows: list[int]):
+    of_indexing(lambda take: rule_cases.run(name, take, channels_last=False), rows)
+
+
+@pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda e: e.name)
+def test_models(entry: zoo.Entry):
+    of_indexing(lambda take: list(zoo.backward(entry, torch.float64, take).grads.values()), zoo.ROWS)
+
+
+@pytest.mark.parametrize("name", token_models.BETWEEN)
+def test_what_models_do_between_tokens(name: str):
+    torch.manual_seed(5)
+    x, w = torch.randn(40, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64).requires_grad_()
+
+    def gradients(take: Take) -> list[Tensor | None]:
+        w.grad = None
+        take((token_models.BETWEEN[name](x @ w).tanh() @ w).square().sum(-1).flatten()).sum().backward()
+        return [w.grad]
+
+    of_indexing(gradients, [1, 77, 150, 77])
+
+
 class Gpt(nn.Module):
     """Two blocks of causal attention. ``cut`` in the forward: keys and values of other tokens are detached."""
 
@@ -800,7 +871,7 @@ def test_indices_of_tokens_make_nothing_wait_for_the_device(attention: Any):
     # tokens, which have to be counted, and their sequences go on.
     of_the_cpu = "how many tokens each sequence keeps", "how many kept tokens lie in each sequence"
     united = "the rows that gradients of several picks have together"
-    known = [*OPS.values(), "cat"] if ON_GPU else [*of_the_cpu, united]
+    known = [*OPS.values(), "stack", "add.Tensor"] if ON_GPU else [*of_the_cpu, united]
     model = Gpt().to(DEVICE)
     (tokens, labels), index = batch_of("transformer", 0), torch.tensor([1, 17, 18, 40, 95], device=DEVICE)
     for timed in (False, True):

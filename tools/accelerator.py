@@ -17,7 +17,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -293,15 +293,28 @@ class Accelerator(Waits):
 TURNED = [getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")]
 
 
+def there(value: Tensor, device: torch.device) -> Tensor:
+    """A plain tensor on a device, in memory as it is here: an expanded index stays expanded."""
+    value = value.detach().resolve_conj().resolve_neg()
+    if device == DEVICE:
+        return OnDevice(value)
+    if value.layout is not torch.strided:
+        return value.to(device)
+    memory = value.untyped_storage().to(device=device)
+    empty = torch.empty(0, dtype=value.dtype, device=device)
+    return empty.set_(cast(Any, memory), value.storage_offset(), value.shape, value.stride())
+
+
 class Moving(TorchFunctionMode):
-    """Runs a forward that was written for the CPU on the emulated device: a tensor moves when it meets one from there.
+    """Runs a forward that was written for the CPU on a device: a tensor moves when it meets one from there.
 
     A leaf that needs a gradient moves at once and receives the gradient of the leaf in its place. :meth:`stop` ends the
     help: from then on, operands on both devices are a fault.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = DEVICE) -> None:
         super().__init__()
+        self._device = device
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
         self._moves = True
 
@@ -311,8 +324,10 @@ class Moving(TorchFunctionMode):
 
     def _leaf(self, leaf: Tensor) -> Tensor:
         if id(leaf) not in self._leaves:
-            moved = OnDevice(leaf.detach()).requires_grad_()
-            moved.register_post_accumulate_grad_hook(lambda other: setattr(leaf, "grad", other.grad.held))
+            moved = there(leaf, self._device).requires_grad_()
+            moved.register_post_accumulate_grad_hook(
+                lambda other: setattr(leaf, "grad", other.grad.held if self._device == DEVICE else other.grad.cpu())
+            )
             self._leaves[id(leaf)] = leaf, moved
         return self._leaves[id(leaf)][1]
 
@@ -320,8 +335,8 @@ class Moving(TorchFunctionMode):
         if not isinstance(value, Tensor) or value.device.type != "cpu":
             return value
         if not value.requires_grad:
-            return OnDevice(value.resolve_conj().resolve_neg())  # in its own memory: an expanded index stays expanded
-        return self._leaf(value) if value.is_leaf else value.to(DEVICE)
+            return there(value, self._device)
+        return self._leaf(value) if value.is_leaf else value.to(self._device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -330,6 +345,6 @@ class Moving(TorchFunctionMode):
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(isinstance(leaf, OnDevice) or (leaf.is_leaf and leaf.requires_grad) for leaf in tensors):
+        if any(x.device.type == self._device.type or (x.is_leaf and x.requires_grad) for x in tensors):
             args, kwargs = tree_unflatten([self._moved(leaf) for leaf in leaves], spec)
         return func(*args, **kwargs)

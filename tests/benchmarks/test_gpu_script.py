@@ -26,9 +26,10 @@ from rowprop.cost.flops import count_flops
 
 SCRIPT = Path(gpu.__file__)
 KEPT = {0.1: 2, 0.25: 4, 0.5: 8, 1.0: 16}  # of 16 rows
-ENGINES = ["sliced", "masked", "recompute"]
+ENGINES = ["sliced", "recompute"]
 TEN = {"mlp", "resnet18", "resnet50", "vit", "bert", "gpt2", "llama", "lstm", "unet", "moe"}
-FOUR = {"resnet50", "vit", "gpt2", "llama"}
+FIVE = {"resnet50", "vit", "gpt2", "llama", "llama8b"}
+STEPS = ("eager", "compiled", "graphs")
 pytestmark = pytest.mark.skipif("ROWPROP_GPU_DRY" not in os.environ, reason="nox -s gpu-dry runs it, in two minutes")
 
 
@@ -60,7 +61,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
 
 
 def workloads(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [w for part in ("eager", "compiled") for w in result["parts"][part]["found"].values()]
+    return [w for part in STEPS for w in result["parts"][part]["found"].values()]
 
 
 def test_every_part_runs_and_finds_all_of_its_findings(dry: tuple[dict[str, Any], str]):
@@ -68,7 +69,7 @@ def test_every_part_runs_and_finds_all_of_its_findings(dry: tuple[dict[str, Any]
     # mistake that shows on any device.
     parts = dry[0]["parts"]
     assert [(name, part["status"]) for name, part in parts.items()] == [
-        (name, "done") for name in ("tests", "verify", "doubts", "tokens", "eager", "compiled")
+        (name, "done") for name in ("tests", "verify", "doubts", "tokens", *STEPS)
     ]
     tests = parts["tests"]["found"]
     assert {"test_gpu.py", "test_timing.py"} <= tests.keys()
@@ -79,8 +80,7 @@ def test_every_part_runs_and_finds_all_of_its_findings(dry: tuple[dict[str, Any]
     assert verdicts == dict.fromkeys(TEN, "exact")  # so few rows that BatchNorm takes the exact gradient
     assert parts["doubts"]["found"].keys() == {"new_shapes", "gathering", "host_time", "pipeline", "captured"}
     assert parts["tokens"]["found"].keys() == {"gpt", "llama"}
-    for part in ("eager", "compiled"):
-        assert parts[part]["found"].keys() == FOUR
+    assert all(parts[part]["found"].keys() == FIVE for part in STEPS)
     for w in workloads(dry[0]):
         assert [(v["keep"], v["engine"]) for v in w["variants"]] == [(keep, e) for keep in KEPT for e in ENGINES]
 
@@ -180,6 +180,7 @@ PUBLISHED = {  # parameters, as torchvision and Hugging Face count them
     "vit": 86_567_656,
     "gpt2": 124_439_808,
     "llama": 1_235_814_400 - 128_256 * 2048 + 2 * 32_000 * 2048,  # of 32,000 tokens, and the head is not tied
+    "llama8b": (8_030_261_248 - 2 * 128_256 * 4096 - 4096) // 8 + 2 * 32_000 * 4096 + 4096,  # 4 of 32 layers
 }
 
 

@@ -188,7 +188,8 @@ class RowSlice:
         return sorted(range(self.ndim), key=lambda d: (-own[d], among.get(d, 0)))
 
     def _zeros(self, shape: Sequence[int], order: Sequence[int]) -> Tensor:
-        return self.values.new_zeros([shape[d] for d in order]).permute([list(order).index(d) for d in range(self.ndim)])
+        inverse = sorted(range(self.ndim), key=order.__getitem__)
+        return self.values.new_zeros([shape[d] for d in order]).permute(inverse)
 
     def add_into(self, out: Tensor, alpha: Any = 1) -> Tensor:
         """Add the kept rows to a full-size plain tensor, in place."""
@@ -330,6 +331,10 @@ def _entries(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
+FEW = 16
+"""So many rows CUDA's ``index_select`` takes by another kernel, which is up to four times slower than indexing."""
+
+
 def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[Tensor] = ()) -> Tensor:
     """The kept rows of a full-size plain tensor, always gathered anew.
 
@@ -364,7 +369,8 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
             return gather_plain(tensor.permute(order), index, moved, parts).permute(inverse)
     dim = layout.dim
     if layout.plain:
-        if tensor.is_cuda:  # where index_select takes up to 16 rows by a kernel that is four times slower
+        kept = index.numel()
+        if tensor.is_cuda and type(kept) is int and kept <= FEW:
             return torch.ops.aten.index.Tensor(tensor, [None] * dim + [index])
         return tensor.index_select(dim, index)
     if not layout.minor:
