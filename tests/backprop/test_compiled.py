@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rowprop
 import zoo
@@ -101,6 +102,17 @@ def heads():
     return zoo.Net(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 4), c=nn.Linear(16, 2))
 
 
+def class_token():
+    """A token of its own in front, which goes on alone, and a number that is made of the batch's size."""
+
+    def forward(net, x):
+        y = torch.cat([net.token.expand(len(x), 1, 16), x[:, 1:]], 1)
+        y = net.a(y).relu().cumsum(1) * torch.full((len(x), 1, 1), 1 / len(x))
+        return net.b(F.normalize(y, dim=-1).clamp(min=-0.1))[:, -1]
+
+    return zoo.Net(forward, token=nn.Parameter(torch.randn(1, 1, 16)), a=nn.Linear(16, 16), b=nn.Linear(16, 4))
+
+
 CONV = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2)
 FROZEN = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)
 MODELS = {
@@ -111,6 +123,7 @@ MODELS = {
     "time first": (time_first, sequences),
     "causal": (zoo.gpt_tied, tokens),
     "rows last": (minor, vectors),
+    "class token": (class_token, sequences),  # red where its slice fixes the batch's size
     "two regions": (broken, vectors),
     "three results": (heads, vectors),
 }
@@ -248,6 +261,66 @@ def test_a_symbolic_batch_from_the_start():
     for n, length in ((12, 2), (9, 6), (20, 9), (12, 2)):
         assert compare(model, tokens(n, length), torch.tensor([0, 4, 5])).densified == {}
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+def test_what_a_trace_fixes_holds_for_no_other_trace(time_first):
+    # Tokens leave the region in one dimension, so a trace fixes the length. Red in one environment for all traces: the
+    # backward of another length fails, or runs at full size.
+    def forward(net, x):
+        return net.b(net.a(x.transpose(0, 1) if time_first else x).tanh()).flatten(0, 1)
+
+    def losses(model, batch):
+        n, length, _ = batch.shape
+        out = model(batch).square().sum(1)
+        return out.view(length, n).sum(0) if time_first else out.view(n, length).sum(1)
+
+    model = compile_model(zoo.Net(forward, a=nn.Linear(16, 8), b=nn.Linear(8, 4)), dynamic=True)
+    for n, length in ((12, 5), (9, 6), (20, 4), (12, 5), (7, 6)):
+        for rows in (ROWS, [2]):
+            assert compare(model, sequences(n, length), rows, losses=losses).densified == {}
+        compare(model, sequences(n, length), ROWS, indexed, losses=losses)
+
+
+def test_a_random_state_that_a_checkpoint_keeps_has_a_size_of_its_own():
+    # Red where all symbolic sizes are taken to be inputs.
+    def forward(net, x):
+        inner = partial(checkpoint, lambda y: F.dropout(y.sin(), 0.3).tanh(), use_reentrant=False)
+        return net.b(inner(net.a(x)))
+
+    model = compile_model(zoo.Net(forward, a=nn.Linear(16, 8), b=nn.Linear(8, 4)), dynamic=True)
+    for n in (N, 7):
+        assert compare(model, vectors(n), ROWS).densified == {}
+
+
+class Custom(torch.autograd.Function):
+    """A function whose backward does what no formula of autograd does."""
+
+    @staticmethod
+    def forward(ctx, x, base, kind):
+        ctx.save_for_backward(base)
+        ctx.kind = kind
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        (base,) = ctx.saved_tensors
+        index = torch.arange(g.shape[1]).expand(g.shape)
+        made = {
+            "scatter_add": lambda: base.scatter_add(1, index, g),
+            "scatter": lambda: base.scatter(1, index[:, :3], g[:, :3]),
+            "mask": lambda: torch.where(g > 0, g, 0 * g),
+        }
+        return made[ctx.kind](), None, None
+
+
+@pytest.mark.parametrize("kind", ["scatter_add", "scatter", "mask"])
+# Red where a target is taken for zeros, or where a mask is computed again from a gradient that was densified.
+def test_a_custom_function_inside_of_a_region(kind):
+    base = vectors(N)
+    model = zoo.Net(lambda net, x: net.b(Custom.apply(net.a(x), base, kind)), a=nn.Linear(16, 16), b=nn.Linear(16, 4))
+    for rows in (ROWS, [3, 3, 7]):
+        compare(compile_model(model), vectors(N), rows)
 
 
 def test_repeated_rows():

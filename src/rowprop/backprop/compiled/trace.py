@@ -133,6 +133,8 @@ class OnRows(Run):
             return False
         if node.target in (aten.full.default, aten.full_like.default):
             return node.args[1] == 0
+        if node.target is aten.scalar_tensor.default:
+            return node.args[0] == 0
         return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
     def recompute(self, tensor: Tensor, layout: Layout) -> Tensor:
@@ -154,7 +156,8 @@ class OnRows(Run):
             return self._elementwise(op, node, value, layout)
         kept_shape = layout.kept_shape(value.shape, self.rows.kept)
         if op is aten.full.default:
-            return op(kept_shape, *node.args[1:], **node.kwargs)
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            return op(kept_shape, *args[1:], **kwargs)
         source = self.env.get(node.args[0]) if node.args else None
         if not isinstance(source, Tensor):
             return None
@@ -175,6 +178,8 @@ class OnRows(Run):
 
     def _elementwise(self, op: Any, node: torch.fx.Node, value: Tensor, layout: Layout) -> Tensor | None:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
+        if any(type(a) in (RowSlice, Zeros) for a in leaves(args, kwargs)):
+            return None  # made of a gradient that was densified
         if "device" in kwargs or kwargs.get("memory_format") not in (None, torch.preserve_format):
             return None
 

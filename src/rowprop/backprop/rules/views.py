@@ -158,9 +158,9 @@ def slice_(op: Any, g: RowSlice, dim: int = 0, start: int | None = None, end: in
     dim, g = dim % g.ndim, _unplaced(g)
     if not g.layout.holds(dim):
         return g.like(op(g.values, dim, start, end, step))
-    taken = range(g.shape[dim])[start:end:step]
-    if taken == range(g.shape[dim]):
+    if _is_whole(g.shape[dim], start, end, step):
         return g
+    taken = range(g.shape[dim])[start:end:step]
     return g.renumbered(dim, len(taken), Affine(1, -taken.start, step))
 
 
@@ -212,12 +212,18 @@ def split(op: Any, g: RowSlice, sizes: Any, dim: int = 0) -> Any:
 def slice_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
     """Zeros around a slice of any dimension: rows that were sliced get their old numbers back."""
     dim %= g.ndim
-    taken = range(sizes[dim])[start:end:step]
-    if len(taken) == 1 and _is_token(g, dim):
+    if g.shape[dim] == 1 and _is_token(g, dim):
         g = g.spread(dim)
     if not g.layout.holds(dim):
         return g.like(op(g.values, g.kept_shape(sizes), dim, start, end, step))
-    return g if tuple(sizes) == g.shape else g.renumbered(dim, sizes[dim], Affine(step, taken.start))
+    if _is_whole(sizes[dim], start, end, step):
+        return g
+    return g.renumbered(dim, sizes[dim], Affine(step, range(sizes[dim])[start:end:step].start))
+
+
+def _is_whole(size: int, start: int | None, end: int | None, step: int) -> bool:
+    """Whether a slice takes all of a dimension; a size that is a symbol, which ``range`` would fix, stays one."""
+    return not start and (end is None or end >= size) and step == 1
 
 
 @rule("select_backward", positions=True)
