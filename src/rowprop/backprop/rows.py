@@ -161,6 +161,10 @@ class RowSet:
     def once(self, make: Callable[..., Any], *about: Any) -> Any:
         """Compute something that follows from the index, once for each stream."""
         key = (make.__name__, *about, self.stream)
+        try:
+            hash(key)
+        except TypeError:  # a size that is a symbol has no hash
+            key = tuple(map(str, key))
         if key not in self._derived:
             self._derived[key] = make(*about)
         return self._derived[key]

@@ -158,10 +158,8 @@ def slice_(op: Any, g: RowSlice, dim: int = 0, start: int | None = None, end: in
     dim, g = dim % g.ndim, _unplaced(g)
     if not g.layout.holds(dim):
         return g.like(op(g.values, dim, start, end, step))
-    if _is_whole(g.shape[dim], start, end, step):
-        return g
-    taken = range(g.shape[dim])[start:end:step]
-    return g.renumbered(dim, len(taken), Affine(1, -taken.start, step))
+    first, count = _taken(g.shape[dim], start, end, step)
+    return g if count == g.shape[dim] else g.renumbered(dim, count, Affine(1, -first, step))
 
 
 @rule("select.int", positions=True)
@@ -216,14 +214,15 @@ def slice_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, start: 
         g = g.spread(dim)
     if not g.layout.holds(dim):
         return g.like(op(g.values, g.kept_shape(sizes), dim, start, end, step))
-    if _is_whole(sizes[dim], start, end, step):
-        return g
-    return g.renumbered(dim, sizes[dim], Affine(step, range(sizes[dim])[start:end:step].start))
+    first, count = _taken(sizes[dim], start, end, step)
+    return g if count == sizes[dim] else g.renumbered(dim, sizes[dim], Affine(step, first))
 
 
-def _is_whole(size: int, start: int | None, end: int | None, step: int) -> bool:
-    """Whether a slice takes all of a dimension; a size that is a symbol, which ``range`` would fix, stays one."""
-    return not start and (end is None or end >= size) and step == 1
+def _taken(size: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
+    """The first entry of a slice, and how many it takes; ``range`` would fix a size that is a symbol."""
+    ends = start or 0, size if end is None else end
+    first, last = (min(max(at + size if at < 0 else at, 0), size) for at in ends)
+    return first, max(0, (last - first + step - 1) // step)
 
 
 @rule("select_backward", positions=True)
