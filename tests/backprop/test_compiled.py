@@ -204,8 +204,10 @@ def test_the_zoo_compiled_is_the_zoo(entry):
 
 
 @pytest.mark.usefixtures("quick_kernels")
-def test_inductor_equals_plain_indexing_without_densifying():
-    model, batch = compile_model(time_first(), "inductor"), sequences(N)
+@pytest.mark.parametrize("name", ["time first", "class token"])
+def test_inductor_equals_plain_indexing_without_densifying(name):
+    make, batch_of = MODELS[name]
+    model, batch = compile_model(make(), "inductor"), batch_of(N)
     for rows in (torch.randperm(N)[:4], torch.arange(N)[1::2]):
         report = compare(model, batch, rows)
         assert report.sliced and report.densified == {}

@@ -95,6 +95,8 @@ class OnRows(Run):
         """The op of autograd's own formulas, if Inductor's decompositions replaced it by another op."""
         if op is prims.convert_element_type.default:
             return aten._to_copy.default, args[:1], {"dtype": args[1]}
+        if op is prims.rev.default:
+            return aten.flip.default, args, kwargs
         if op is aten._unsafe_masked_index_put_accumulate.default:
             target, mask, indices, values = args
             values = self.call_function(aten.masked_fill.Scalar, (values, mask.logical_not(), 0), {})
