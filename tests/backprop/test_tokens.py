@@ -904,6 +904,22 @@ def test_attention_below_whole_sequences_is_not_cut_and_the_report_says_so():
     assert not report.cut and "not cut below" in report.densified["attention"].reason
 
 
+def test_times_at_which_any_sequence_keeps_a_token_are_no_tokens_of_a_packed_row():
+    # One batch whose heads are the sequences: the kept tokens' places in time become the rows. Red where keys are cut
+    # at all other places.
+    torch.manual_seed(0)
+    x, w = randn(3, 6, 4), randn(4, 4).requires_grad_()
+    kept = torch.zeros(3, 6, dtype=torch.bool)
+    kept[0, 1] = kept[1, 4] = kept[2, 1] = True
+
+    def losses() -> Tensor:
+        h = (x @ w).unsqueeze(0)
+        return F.scaled_dot_product_attention(h, h, h)[0].square().sum(-1)
+
+    report = assert_same_gradients(losses, [w], kept, attention="cut")
+    assert not report.cut and "not cut below" in report.densified["attention"].reason
+
+
 @pytest.mark.parametrize("written", ["causal", "segments", "products"])
 def test_one_packed_sequence_keeps_its_tokens_sliced(written: str):
     # Red when: a batch of one sequence is densified at its attention, or a product of attention that sums over the kept

@@ -190,12 +190,57 @@ FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-# Red when: an alias of a tensor is not put into the output (the parts of a split need one).
+# Red when: tensors inside of an output are not found.
 def test_a_module_may_return_what_it_likes(form: str):
     make, logits = FORMS[form]
     model = Applied(lambda inner, x: make(inner(x)), mlp())
     handle, cost, full = skipped(model, lambda: of_first(logits(model(X))))
     assert cost <= 0.27 * full and handle.record.kept == 3
+
+
+def written(y: Tensor) -> Tensor:
+    y = y * 1
+    y[:, 1] *= 2
+    return y
+
+
+OUTPUTS: dict[str, Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]] = {
+    "of a formula": lambda inner, x: (y := inner(x).sin(), y.tanh()),
+    "written to": lambda inner, x: (y := written(inner(x)), y.tanh()),
+    "of a custom function": lambda inner, x: (y := passing(lambda g: g * 2)(inner(x)), y.tanh()),
+    "a part": lambda inner, x: (y := inner(x).split(3, 1)[1], y.tanh()),
+    "twice": lambda inner, x: (y := written(inner(x)), y),
+    "the input": lambda inner, x: (x, inner(x)),
+}
+SEEN: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
+    "hook": lambda y, seen: y.register_hook(lambda g: (seen.append(g.clone()), g * 2)[1]),
+    "retain_grad": lambda y, seen: y.retain_grad() or seen.append(y),
+    "returned": lambda y, seen: None,
+}
+
+
+@pytest.mark.parametrize("how", SEEN)
+@pytest.mark.parametrize("output", OUTPUTS)
+# Red when: an alias stands for an output, whose other uses its hooks do not see; what is returned is no plain tensor.
+def test_the_output_stays_the_models_own_tensor(output: str, how: str):
+    found: list[list[Tensor | None]] = []
+    for skip in (False, True):
+        model, x = Applied(OUTPUTS[output], mlp()), X.clone().requires_grad_()
+        if skip:
+            rowprop.skip_zeros(model)
+        y, z = model(x)
+        assert not output.startswith(("twice", "the input")) or y is (z if output == "twice" else x)
+        seen: list[Tensor] = []
+        SEEN[how](y, seen)
+        loss = of_first(y) + of_first(z[2:])
+        if how == "returned":
+            found.append([*torch.autograd.grad(of_first(y), y, retain_graph=True), *torch.autograd.grad(loss, [x, y])])
+        else:
+            loss.backward()
+            found.append(
+                [*(t if t.grad is None else t.grad for t in seen), x.grad, *(p.grad for p in model.parameters())]
+            )
+    check_equal(*found)
 
 
 # Red when: a result that the loss does not use, whose gradient is undefined, is looked at.

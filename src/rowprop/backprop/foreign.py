@@ -97,8 +97,8 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
 
     Custom functions without a rule receive a plain tensor. So do hooks on leaves, and the inputs whose gradient
     ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas. ``slices`` tells whether
-    ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise it is one of autograd's own
-    formulas (:func:`is_own`), and a hook hands a sliced gradient to it. Each node of the graph is prepared once.
+    ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise a hook of its result hands a
+    sliced gradient to it. Each node of the graph is prepared once.
     Returns whether ``start`` itself has to hand on a dense gradient.
     """
     held = running()
@@ -180,13 +180,6 @@ def upstream(start: Any, known: set[Any] | None = None) -> list[Any]:
                     known.add(edge)
                     nodes.append(edge)
     return nodes
-
-
-def is_own(node: Any) -> bool:
-    """Whether a node is one of autograd's own formulas, which needs no help with a sliced gradient."""
-    name = node.name()
-    made_in_python = isinstance(node, BackwardCFunction) or name.startswith("torch::autograd::")
-    return not made_in_python and not name.startswith(_JOINS)
 
 
 def _step_aside() -> list[Callable[[], Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.backprop.backward import running
-from rowprop.backprop.foreign import is_own, prepare
+from rowprop.backprop.foreign import prepare
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import transformed
 from rowprop.backprop.rowgrad import RowGrad
@@ -22,10 +22,11 @@ def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layo
     """Have the gradient of a tensor changed whenever one arrives, except where it is to be differentiated itself.
 
     ``change`` gets the gradient, sliced or not, and ``layout``: where the rows are if it is not sliced yet. It returns
-    the rows to hand on, or None for the gradient as it is. Returns the tensor to go on with: itself, or an alias of it.
+    the rows to hand on, or None for the gradient as it is. Returns the tensor: no other could stand for it, to which a
+    caller's hooks go, and whose gradient is that of all its uses.
     """
-    if tensor.grad_fn is None or not is_own(tensor.grad_fn):
-        tensor = torch.ops.aten.alias(tensor)
+    if tensor.grad_fn is None:  # there is no backward below a leaf
+        return tensor
 
     def hook(grad: Tensor | None) -> Tensor | None:
         if grad is None:  # of several results of one function, this one is not used
@@ -38,7 +39,10 @@ def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layo
             return None
         if sliced is None:
             # The tensor's own node: held by the hook, it would hold itself, and its graph until a garbage collection.
-            prepare(cast(Any, torch)._C._current_autograd_node(), changed.rows, slices=False)
+            node = cast(Any, torch)._C._current_autograd_node()
+            prepare(node, changed.rows, slices=False)
+            if node in running().plain:  # the caller gets the gradient, and it goes no further
+                return changed.dense()
         return RowGrad(changed)
 
     # The hook stays with the present value: the gradient of a later write in place to an alias stays exact.

@@ -162,6 +162,10 @@ class RowSet:
     def once(self, make: Callable[..., Any], *about: Any) -> Any:
         """Compute something that follows from the index, once for each stream."""
         key = (make.__name__, *about, self.stream)
+        try:
+            hash(key)
+        except TypeError:  # a size that is a symbol has no hash
+            key = tuple(map(str, key))
         if key not in self._derived:
             self._derived[key] = make(*about)
         return self._derived[key]
@@ -197,6 +201,7 @@ class RowSet:
         counts = larger.index.new_zeros(larger.num_rows).index_add_(0, larger.index, ones).cpu()
         some = counts.nonzero().squeeze(1).to(larger.index.device, non_blocking=True)
         rows = self.derived(some, larger.num_rows, unique=True)
+        rows.attention = "exact"  # not all of their tokens are kept, and what is not kept cannot be told any more
         return larger.index.argsort(stable=True), tuple(cast("list[int]", counts.tolist())), rows
 
     @_once

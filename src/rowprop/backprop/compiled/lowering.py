@@ -8,7 +8,7 @@ change from step to step.
 
 from __future__ import annotations
 
-import itertools
+import copy
 import math
 import warnings
 import weakref
@@ -29,7 +29,7 @@ from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, gather_pla
 from rowprop.backprop.watch import note, note_densified
 from rowprop.errors import InvalidInput
 
-_counter = itertools.count()
+_KEPT = "kept"  # the number of kept rows, among the symbolic sizes
 _regions: weakref.WeakSet[Any] = weakref.WeakSet()  # the tracing contexts of the regions that this backend compiled
 
 
@@ -175,10 +175,15 @@ class Backward:
         self.fake_mode: Any = detect_fake_mode(self.inputs)
         self.context = TracingContext.try_get()
         self.compile_context = CompileContext.try_get()
-        # Of each symbolic size, the input that is its value: torch passes each that the inputs' shapes are made of.
-        sizes = [(place, cast(Any, i)) for place, i in enumerate(self.inputs) if isinstance(i, torch.SymInt)]
-        self.symbols = {str(size.node.expr): place for place, size in sizes}
-        self.dense: Callable[[list[Any]], Any] | None = None
+        # Of each symbolic size, the input that is its value, or the input and the dimension of it that has the size.
+        sizes = [((place,), i) for place, i in enumerate(self.inputs)]
+        tensors = [(place, i) for place, i in enumerate(self.inputs) if isinstance(i, Tensor)]
+        sizes += [((place, dim), size) for place, i in tensors for dim, size in enumerate(i.shape)]
+        self.symbols: dict[str, tuple[int, ...]] = {}
+        for where, size in sizes:
+            if isinstance(size, torch.SymInt):
+                self.symbols.setdefault(str(cast(Any, size).node.expr), where)
+        self.dense: list[Compiled] = []
         self.sliced: dict[Any, list[Variant]] = {}
         self.refused: dict[Any, str] = {}  # why the first trace that failed did
 
@@ -196,24 +201,31 @@ class Backward:
                 elif a is None and isinstance(fake, Tensor):
                     shape = [_evaluator(size)(known) for size in fake.shape]
                     args[place] = _ordered(torch.zeros(shape, dtype=fake.dtype, device=fake.device), _order(fake))
-        if self.dense is None:
-            self.dense = self.compiled(lambda *values: Run(self.graph).run(*values), self.inputs)
-        return self.dense(args)
+        sizes = self.sizes(args)
+        dense = next((d for d in self.dense if d.fits(sizes)), None)
+        if dense is None:
+            trace = Trace(self, sizes)
+            dense = Compiled(self, trace, lambda *values: Run(self.graph).run(*values), trace.inputs)
+            self.dense.append(dense)
+        return dense.call(args)
 
-    def compiled(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def compiled(self, function: Callable[..., Any], inputs: Sequence[Any], trace: Trace) -> Callable[[list[Any]], Any]:
         """Trace a function of fake inputs, and compile the traced graph."""
         from torch._dispatch.python import enable_python_dispatcher
         from torch._guards import compile_context, tracing
         from torch.fx.experimental.proxy_tensor import make_fx
 
+        context = copy.copy(self.context)
+        if context is not None:
+            context.fake_mode = trace.mode
         with (
-            tracing(self.context),
+            tracing(context),
             compile_context(cast(Any, self.compile_context)),
             torch.no_grad(),
             torch._C._DisableAutocast(),  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
             _disable_current_modes(),
         ):
-            with self.fake_mode, enable_python_dispatcher():
+            with trace.mode, enable_python_dispatcher():
                 graph: Any = make_fx(function, decomposition_table=self.decompositions)(*inputs)
             graph.graph.eliminate_dead_code()
             graph.recompile()
@@ -233,12 +245,12 @@ class Backward:
                 if type(a) is RowSlice or a is None
             ),
         )
-        sizes = self.sizes(args)
+        sizes = {**self.sizes(args), _KEPT: rows.kept}
         variants = self.sliced.setdefault(key, [])
-        variant = next((v for v in variants if v.fits(sizes, rows.kept)), None)
+        variant = next((v for v in variants if v.fits(sizes)), None)
         if variant is None and key not in self.refused:
             try:
-                variant = Variant(self, args, rows)
+                variant = Variant(self, args, rows, sizes)
                 variants.append(variant)
             except Warning:  # that a filter made an error
                 raise
@@ -256,42 +268,97 @@ class Backward:
 
     def sizes(self, args: Sequence[Any]) -> dict[str, int]:
         """The values of the symbolic sizes in this call."""
-        return {name: int(args[place]) for name, place in self.symbols.items()}
+        return {
+            name: int(args[place].shape[dim[0]] if dim else args[place])
+            for name, (place, *dim) in self.symbols.items()
+            if args[place] is not None
+        }
 
 
-class Variant:
+class Trace:
+    """A region's fake inputs for one trace, in an environment of their own.
+
+    Conditions on sizes are decided by the sizes of the call that the trace is made for. They hold for what is compiled
+    of it, and for no other trace: in one environment, a size that one trace fixes would be fixed for all.
+    """
+
+    def __init__(self, region: Backward, sizes: dict[str, int]) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        allowed = "allow_scalar_outputs", "allow_dynamic_output_shape_ops"
+        self.env: Any = ShapeEnv(**{name: getattr(region.fake_mode.shape_env, name) for name in allowed})
+        self.mode: Any = FakeTensorMode(shape_env=self.env)
+        self.sizes = sizes
+        self.symbols: dict[str, Any] = {}  # the symbol of each size in this environment
+        self.inputs = [self._again(x) for x in region.inputs]
+
+    def symbol(self, name: str) -> Any:
+        """The symbol of a size; the same one each time."""
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        if name not in self.symbols:
+            source, kind = ConstantSource(f"rowprop_{name}"), DimDynamic.DYNAMIC
+            self.symbols[name] = self.env.create_symbol(
+                self.sizes[name], source=source, dynamic_dim=kind, do_not_specialize_zero_one=True
+            )
+        return self.symbols[name]
+
+    def _again(self, value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            before: Any = cast(Any, value).node.expr
+            here = before.xreplace({symbol: self.symbol(str(symbol)) for symbol in before.free_symbols})
+            return self.env.create_symintnode(here, hint=_evaluator(before)(self.sizes))
+        if not isinstance(value, Tensor):
+            return value
+        shape, strides = ([self._again(size) for size in sizes] for sizes in (value.shape, value.stride()))
+        with self.mode:
+            fake = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+            fake = fake.conj() if value.is_conj() else fake
+            return cast(Any, torch)._neg_view(fake) if value.is_neg() else fake
+
+
+class Compiled:
+    """What is compiled of one trace, for all sizes under which the conditions hold that it met."""
+
+    def __init__(self, region: Backward, trace: Trace, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
+        self.call = region.compiled(function, inputs, trace)
+        self.names = {name: str(symbol) for name, symbol in trace.symbols.items()}
+        self.guards = [_evaluator(guard) for guard in dict.fromkeys(guard.expr for guard in trace.env.guards)]
+
+    def known(self, sizes: dict[str, int]) -> dict[str, int]:
+        """The values of the sizes, by their names in the trace."""
+        return {here: sizes[name] for name, here in self.names.items()}
+
+    def fits(self, sizes: dict[str, int]) -> bool:
+        """Whether the conditions on sizes that were met at compile time hold in this call."""
+        known = self.known(sizes)
+        return all(guard(known) for guard in self.guards)
+
+
+class Variant(Compiled):
     """One compiled backward on kept rows, for one layout of the rows in each incoming gradient."""
 
-    def __init__(self, region: Backward, args: Sequence[Any], rows: RowSet) -> None:
-        env: Any = region.fake_mode.shape_env
-        frozen, known = env.frozen, len(env.guards)
-        env.frozen = False  # dynamo freezes it after the forward, and later conditions would be lost
-        try:
-            self._trace(region, args, rows, env)
-            guards = [guard.expr for guard in env.guards[known:]]
-        finally:
-            env.frozen = frozen
-        self.guards = [_evaluator(guard) for guard in dict.fromkeys(guards)]
-        if not self.fits(region.sizes(args), rows.kept):
-            raise RuntimeError("the conditions on sizes do not hold for the sizes that they were made for")
-
-    def _trace(self, region: Backward, args: Sequence[Any], rows: RowSet, env: Any) -> None:
-        kept = _symbol(env, rows.kept) if rows.kept > 1 else 1
+    def __init__(self, region: Backward, args: Sequence[Any], rows: RowSet, sizes: dict[str, int]) -> None:
+        trace = Trace(region, sizes)
+        kept: Any = trace.env.create_symintnode(trace.symbol(_KEPT), hint=rows.kept) if rows.kept > 1 else 1
+        self.counted = rows.kept > 1
         first = next(place for place, a in enumerate(args) if type(a) is RowSlice)
         layouts: dict[int, Layout] = {
-            place: _symbolic(a.layout, region.inputs[place]) for place, a in enumerate(args) if type(a) is RowSlice
+            place: _symbolic(a.layout, trace.inputs[place]) for place, a in enumerate(args) if type(a) is RowSlice
         }
         num_rows = layouts[first].num_rows
         self.notes: list[tuple[str, str | None]] = []
         self.results: list[Any] = []
-        with torch.no_grad(), _disable_current_modes(), region.fake_mode:
-            index = torch.empty((cast(int, kept),), dtype=torch.int64, device=rows.index.device)
+        with torch.no_grad(), _disable_current_modes(), trace.mode:
+            index = torch.empty((kept,), dtype=torch.int64, device=rows.index.device)
             inputs = [
                 gather_plain(fake, index, layouts[place]) if place in layouts else fake
-                for place, fake in enumerate(region.inputs)
+                for place, fake in enumerate(trace.inputs)
                 if args[place] is not None
             ]
-        self.orders = {place: _order(region.inputs[place]) for place in layouts}
+        self.orders = {place: _order(trace.inputs[place]) for place in layouts}
 
         def on_rows(*values: Any) -> list[Any]:
             *given, index = values[: len(inputs) + 1]
@@ -301,7 +368,7 @@ class Variant:
             run = OnRows(region.graph, traced, self.notes)
             supply = iter(given)
             full: Any = []
-            for place, fake in enumerate(region.inputs):
+            for place, fake in enumerate(trace.inputs):
                 value = undefined(fake, traced) if args[place] is None else next(supply)
                 full.append(RowSlice(value, traced, layouts[place], fake.shape) if place in layouts else value)
             results: list[Any] = []
@@ -315,21 +382,12 @@ class Variant:
             ]
             return [*(r.values if type(r) is RowSlice else r for r in results), *further]
 
-        self.notes.clear()
         # K comes as an input, too: CUDA graphs are kept by the sizes among their inputs.
-        self.call = region.compiled(on_rows, [*inputs, index, *([kept] if isinstance(kept, torch.SymInt) else [])])
-        symbol = cast(Any, kept).node.expr if isinstance(kept, torch.SymInt) else None
-        if symbol is not None and symbol.is_number:
+        super().__init__(region, trace, on_rows, [*inputs, index, *[kept] * self.counted])
+        if self.counted and kept.node.expr.is_number:
             raise RuntimeError(f"an op fixes the number of kept rows, at {rows.kept}")
-        self.kept = None if symbol is None else str(symbol)  # its name among the sizes; None: one row
-
-    def fits(self, sizes: dict[str, int], kept: int) -> bool:
-        """Whether the conditions on sizes that were met at compile time hold in this call."""
-        known = self._with_kept(sizes, kept)
-        return all(guard(known) for guard in self.guards)
-
-    def _with_kept(self, sizes: dict[str, int], kept: int) -> dict[str, int]:
-        return sizes if self.kept is None else {**sizes, self.kept: kept}
+        if not self.fits(sizes):
+            raise RuntimeError("the conditions on sizes do not hold for the sizes that they were made for")
 
     def __call__(self, args: list[Any], rows: RowSet, sizes: dict[str, int]) -> list[Any]:
         """The backward's results on these rows."""
@@ -338,7 +396,7 @@ class Variant:
             for place, a in enumerate(args)
             if a is not None
         ]
-        values += [rows.index.contiguous(), *([] if self.kept is None else [rows.kept])]
+        values += [rows.index.contiguous(), *[rows.kept] * self.counted]
         args.clear()
         out: list[Any] = list(self.call(values))
         for found in out[len(self.results) :]:
@@ -349,7 +407,7 @@ class Variant:
                 note("sliced", name)
             else:
                 note_densified(name, reason)
-        known = self._with_kept(sizes, rows.kept)
+        known = self.known(sizes)
         for place, where in enumerate(self.results):
             if where is not None:
                 dim, outer, inner = where
@@ -369,15 +427,6 @@ def _ordered(values: Tensor, order: list[int]) -> Tensor:
     """The values, laid out in memory as the graph expects them."""
     inverse = sorted(range(values.ndim), key=order.__getitem__)
     return values.permute(order).contiguous().permute(inverse)
-
-
-def _symbol(env: Any, hint: int) -> torch.SymInt:
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic
-
-    source = ConstantSource(f"rowprop_kept_{next(_counter)}")
-    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    return env.create_symintnode(symbol, hint=hint, source=source)
 
 
 def _symbolic(layout: Layout, fake: Tensor) -> Layout:

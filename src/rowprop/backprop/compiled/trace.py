@@ -95,6 +95,8 @@ class OnRows(Run):
         """The op of autograd's own formulas, if Inductor's decompositions replaced it by another op."""
         if op is prims.convert_element_type.default:
             return aten._to_copy.default, args[:1], {"dtype": args[1]}
+        if op is prims.rev.default:
+            return aten.flip.default, args, kwargs
         if op is aten._unsafe_masked_index_put_accumulate.default:
             target, mask, indices, values = args
             values = self.call_function(aten.masked_fill.Scalar, (values, mask.logical_not(), 0), {})
@@ -133,6 +135,8 @@ class OnRows(Run):
             return False
         if node.target in (aten.full.default, aten.full_like.default):
             return node.args[1] == 0
+        if node.target is aten.scalar_tensor.default:
+            return node.args[0] == 0
         return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
     def recompute(self, tensor: Tensor, layout: Layout) -> Tensor:
@@ -154,7 +158,8 @@ class OnRows(Run):
             return self._elementwise(op, node, value, layout)
         kept_shape = layout.kept_shape(value.shape, self.rows.kept)
         if op is aten.full.default:
-            return op(kept_shape, *node.args[1:], **node.kwargs)
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            return op(kept_shape, *args[1:], **kwargs)
         source = self.env.get(node.args[0]) if node.args else None
         if not isinstance(source, Tensor):
             return None
@@ -175,6 +180,8 @@ class OnRows(Run):
 
     def _elementwise(self, op: Any, node: torch.fx.Node, value: Tensor, layout: Layout) -> Tensor | None:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
+        if any(type(a) in (RowSlice, Zeros) for a in leaves(args, kwargs)):
+            return None  # made of a gradient that was densified
         if "device" in kwargs or kwargs.get("memory_format") not in (None, torch.preserve_format):
             return None
 

@@ -37,11 +37,13 @@ def gather_(op: Any, g: Any, dim: int, index: Any, *, sparse_grad: bool = False)
 def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     """Into zeros, along a dimension that holds no rows."""
     # A plain target counts as zeros: no formula of autograd scatters a gradient into another plain tensor. (Python code
-    # and foreign nodes receive dense gradients.)
+    # and foreign nodes receive dense gradients.) A graph's zeros are known, and a custom function's backward is in it.
     if type(out) is Zeros and isinstance(src, Tensor):
         return op(out.dense(), dim, index, src)  # counts of the entries of an index, as for a mean
     if type(src) is not RowSlice or type(out) is RowSlice:
         return Densify("the target of the scatter is sliced")
+    if isinstance(out, Tensor) and src.rows.recompute is not None:
+        return Densify("the target of the scatter is not fresh zeros")
     if len(out.shape) != src.ndim:
         return Densify("a number is read at every row")
     dim %= src.ndim

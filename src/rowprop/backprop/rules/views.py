@@ -158,10 +158,8 @@ def slice_(op: Any, g: RowSlice, dim: int = 0, start: int | None = None, end: in
     dim, g = dim % g.ndim, _unplaced(g)
     if not g.layout.holds(dim):
         return g.like(op(g.values, dim, start, end, step))
-    taken = range(g.shape[dim])[start:end:step]
-    if taken == range(g.shape[dim]):
-        return g
-    return g.renumbered(dim, len(taken), Affine(1, -taken.start, step))
+    first, count = _taken(g.shape[dim], start, end, step)
+    return g if count == g.shape[dim] else g.renumbered(dim, count, Affine(1, -first, step))
 
 
 @rule("select.int", positions=True)
@@ -212,12 +210,19 @@ def split(op: Any, g: RowSlice, sizes: Any, dim: int = 0) -> Any:
 def slice_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
     """Zeros around a slice of any dimension: rows that were sliced get their old numbers back."""
     dim %= g.ndim
-    taken = range(sizes[dim])[start:end:step]
-    if len(taken) == 1 and _is_token(g, dim):
+    if g.shape[dim] == 1 and _is_token(g, dim):
         g = g.spread(dim)
     if not g.layout.holds(dim):
         return g.like(op(g.values, g.kept_shape(sizes), dim, start, end, step))
-    return g if tuple(sizes) == g.shape else g.renumbered(dim, sizes[dim], Affine(step, taken.start))
+    first, count = _taken(sizes[dim], start, end, step)
+    return g if count == sizes[dim] else g.renumbered(dim, sizes[dim], Affine(step, first))
+
+
+def _taken(size: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
+    """The first entry of a slice, and how many it takes; ``range`` would fix a size that is a symbol."""
+    ends = start or 0, size if end is None else end
+    first, last = (min(max(at + size if at < 0 else at, 0), size) for at in ends)
+    return first, max(0, (last - first + step - 1) // step)
 
 
 @rule("select_backward", positions=True)
