@@ -478,7 +478,7 @@ HOLDERS: dict[str, tuple[Callable[[nn.Module, Any], Any], Callable[[Tensor], Any
         lambda x: {"features": x},
         lambda held: held["features"],
     ),
-    "views": (  # only an alias of it could be thinned
+    "views": (
         lambda layer, held: held.update(features=layer(held["features"]).tanh().chunk(1)[0]) or held,
         lambda x: {"features": x},
         lambda held: held["features"],
@@ -514,10 +514,7 @@ def test_an_object_that_blocks_write_to_stays_the_models_own(kind: str):
         assert torch.equal(model(x), expected)
         handle.remove()
     rowprop.thin(model, keep=0.5, generator=torch.Generator().manual_seed(1))
-    if kind == "views":
-        assert torch.equal(gradient(model, model(x).square().mean()), exact)
-    else:
-        assert float(compared(model, lambda: model(x).square().mean(), exact, 60).off.abs().max()) < 4
+    assert float(compared(model, lambda: model(x).square().mean(), exact, 60).off.abs().max()) < 4
 
 
 class Entries(tuple):

@@ -337,7 +337,7 @@ def test_a_block_that_does_nothing_turns_off():
     # Red where a trial's time is divided by the work of such blocks, 0.
     model = nn.Sequential(nn.Flatten(), nn.Flatten(), nn.Linear(4, 2))
     handle = rowprop.thin(model, blocks=["0", "1"])
-    gradient(model, model(torch.randn(ROWS, 4, requires_grad=True)).square().sum())
+    gradient(model, model(torch.randn(ROWS, 4, requires_grad=True).view(ROWS, 4)).square().sum())
     assert handle.record.reason.startswith(f"off for {worth.MOST} forwards")
 
 

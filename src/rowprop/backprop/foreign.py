@@ -97,16 +97,18 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
 
     Custom functions without a rule receive a plain tensor. So do hooks on leaves, and the inputs whose gradient
     ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas. ``slices`` tells whether
-    ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise it is one of autograd's own
-    formulas (:func:`is_own`), and a hook hands a sliced gradient to it. Each node of the graph is prepared once.
-    Returns whether ``start`` itself has to hand on a dense gradient.
+    ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise a hook of its tensor hands a
+    sliced gradient to it. Each node of the graph is prepared once. Returns whether ``start`` itself has to hand on, or
+    be handed, a dense gradient.
     """
     held = running()
     with held.lock:
         held.ends.append(rows.recent.clear)
         if start not in held.nodes:
             held.ends += _prepare(start, rows.num_rows, slices, held)
-        return slices and ((start, 0) in held.dense or type(start.next_functions[0][0]) is AccumulateGrad)
+        if not slices:
+            return start in held.plain
+        return (start, 0) in held.dense or type(start.next_functions[0][0]) is AccumulateGrad
 
 
 def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Callable[[], Any]]:
@@ -180,13 +182,6 @@ def upstream(start: Any, known: set[Any] | None = None) -> list[Any]:
                     known.add(edge)
                     nodes.append(edge)
     return nodes
-
-
-def is_own(node: Any) -> bool:
-    """Whether a node is one of autograd's own formulas, which needs no help with a sliced gradient."""
-    name = node.name()
-    made_in_python = isinstance(node, BackwardCFunction) or name.startswith("torch::autograd::")
-    return not made_in_python and not name.startswith(_JOINS)
 
 
 def _step_aside() -> list[Callable[[], Any]]:
