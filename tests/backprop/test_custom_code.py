@@ -297,6 +297,20 @@ def test_a_declared_function_may_clip_the_gradient_of_each_row(rows: Tensor):
     assert report.sliced["Saving"] == 1 and not report.densified
 
 
+# Red when: it writes to rows that a flip above has moved and not copied, of a gradient that others get as well.
+def test_a_declared_function_may_write_to_its_gradient():
+    x, w, v = net()
+    function = declared(saving(lambda x: 2 * x, lambda _, g: g.mul_(2)), **PLAIN)
+
+    def losses() -> Tensor:
+        hidden = x @ w
+        aside = hidden.exp()
+        return ((function.apply(hidden).flip(0) + aside) @ v).square().sum(1)
+
+    report = assert_same_gradients(losses, [w, v])
+    assert report.sliced["Saving"] == 1 and not report.densified
+
+
 def test_rows_in_another_dimension():
     x, w, v = torch.randn(3, N, 5, dtype=torch.float64), weight(5, 4), weight(4, 3)
     function = declared(scaled(), saved=1, grads=1, outputs=1)

@@ -386,6 +386,20 @@ def test_custom_functions_receive_a_dense_gradient(how: Callable[[Tensor], Tenso
     assert_same_gradients(lambda: custom(chain(x, w, v)), [w, v])  # right before the pick
 
 
+def test_a_backward_in_inference_mode():
+    # Red when: a tensor that is made in it, as twice a square's input, is asked how often it was written to.
+    x, w, v = net()
+
+    def step(take: Take) -> list[Any]:
+        loss = take((F.layer_norm(x @ w, (4,)) @ v).square().sum(1), ROWS).mean()
+        w.grad = v.grad = None
+        with torch.inference_mode():
+            loss.backward()
+        return [w.grad, v.grad]
+
+    assert not as_indexed(step).densified
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.usefixtures("quick_collections")
 def test_nothing_outlives_the_backward(reentrant: bool):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
-from picks import Applied, gradients, passing
+from picks import Applied, gradients, passing, saving
 from rowprop.backprop.rows import RowSet
 from rowprop.backprop.zeros import MOST
 from rowprop.cost.flops import count_flops
@@ -241,6 +241,39 @@ def test_the_output_stays_the_models_own_tensor(output: str, how: str):
                 [*(t if t.grad is None else t.grad for t in seen), x.grad, *(p.grad for p in model.parameters())]
             )
     check_equal(*found)
+
+
+# Red when: an output that holds the result of a custom function is built anew.
+def test_what_a_module_returns_stays_its_own():
+    held: dict[str, Any] = {}
+
+    def forward(inner: nn.Module, x: Tensor) -> dict[str, Any]:
+        held.update(logits=double(inner(x)), itself=held)
+        return held
+
+    double = rowprop.rowwise(saved=(), grads=0)(saving(lambda x: x * 2, lambda g: g * 2, save=lambda x: ())).apply
+    model = Applied(forward, mlp())
+    handle, cost, full = skipped(model, lambda: of_first(model(X)["itself"]["logits"]))
+    assert model(X) is held and handle.record.kept == 3 and cost <= 0.27 * full
+
+
+def test_a_leaf_stays_a_leaf():
+    leaf = torch.ones(4, 2, requires_grad=True)
+    rowprop.skip_zeros(model := nn.Identity())
+    assert model(leaf) is rowprop.skip_zeros(leaf) is leaf
+    leaf[:2].sum().backward()
+    assert torch.equal(leaf.grad, torch.tensor([[1.0, 1.0]] * 2 + [[0.0, 0.0]] * 2))
+
+
+@pytest.mark.parametrize("above", [lambda x: x * 1, lambda x: x.split(12)[0], passing(lambda g: g)])
+def test_a_returned_gradient_is_a_plain_tensor(above: Skip):
+    # Red when: a gradient that goes no further is sliced.
+    x = X.clone().requires_grad_()
+    y = rowprop.skip_zeros(above(x))
+    for at in (y, x):
+        (grad,) = torch.autograd.grad(of_first(y), at, retain_graph=True)
+        assert type(grad) is Tensor
+        torch.testing.assert_close(grad[:3], 2 * X[:3] / WIDTH)
 
 
 # Red when: a result that the loss does not use, whose gradient is undefined, is looked at.

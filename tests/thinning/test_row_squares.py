@@ -34,7 +34,8 @@ def told(
         g.rows.hook = Drawn([lambda rows, of_rows: found.append((rows, of_rows))])
         return g if choose is None else chosen(g, choose)
 
-    hook_gradient(out, layout, change).backward(v)
+    hook_gradient(out, layout, change)
+    out.backward(v)
     return found
 
 
@@ -349,7 +350,8 @@ COMPILED = pytest.mark.filterwarnings("ignore", "error:the backward of a compile
 def first_with_half(out: Tensor, v: Tensor) -> None:
     """A backward of some rows in which nothing is measured."""
     half_of = half(torch.ones(5, dtype=torch.float64))
-    hook_gradient(out, Layout(0, N), lambda grad, layout: chosen(rows_in(grad, layout), half_of)).backward(v)
+    hook_gradient(out, Layout(0, N), lambda grad, layout: chosen(rows_in(grad, layout), half_of))
+    out.backward(v)
 
 
 @COMPILED

@@ -97,16 +97,18 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
 
     Custom functions without a rule receive a plain tensor. So do hooks on leaves, and the inputs whose gradient
     ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas. ``slices`` tells whether
-    ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise a hook of its result hands a
-    sliced gradient to it. Each node of the graph is prepared once.
-    Returns whether ``start`` itself has to hand on a dense gradient.
+    ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise a hook of its tensor hands a
+    sliced gradient to it. Each node of the graph is prepared once. Returns whether ``start`` itself has to hand on, or
+    be handed, a dense gradient.
     """
     held = running()
     with held.lock:
         held.ends.append(rows.recent.clear)
         if start not in held.nodes:
             held.ends += _prepare(start, rows.num_rows, slices, held)
-        return slices and ((start, 0) in held.dense or type(start.next_functions[0][0]) is AccumulateGrad)
+        if not slices:
+            return start in held.plain
+        return (start, 0) in held.dense or type(start.next_functions[0][0]) is AccumulateGrad
 
 
 def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Callable[[], Any]]:

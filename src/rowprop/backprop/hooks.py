@@ -18,15 +18,14 @@ from rowprop.backprop.rows import RowSet, current_stream, has_streams
 from rowprop.backprop.sliced import RowSlice, Zeros
 
 
-def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layout], RowSlice | None]) -> Tensor:
+def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layout], RowSlice | None]) -> None:
     """Have the gradient of a tensor changed whenever one arrives, except where it is to be differentiated itself.
 
     ``change`` gets the gradient, sliced or not, and ``layout``: where the rows are if it is not sliced yet. It returns
-    the rows to hand on, or None for the gradient as it is. Returns the tensor: no other could stand for it, to which a
-    caller's hooks go, and whose gradient is that of all its uses.
+    the rows to hand on, or None for the gradient as it is. The tensor stays the same object, which others may hold.
     """
-    if tensor.grad_fn is None:  # there is no backward below a leaf
-        return tensor
+    if tensor.grad_fn is None:  # a leaf: nothing lies below it
+        return
 
     def hook(grad: Tensor | None) -> Tensor | None:
         if grad is None:  # of several results of one function, this one is not used
@@ -37,17 +36,15 @@ def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layo
         changed = None if type(sliced) is Zeros else change(grad, layout)
         if changed is None:
             return None
-        if sliced is None:
-            # The tensor's own node: held by the hook, it would hold itself, and its graph until a garbage collection.
-            node = cast(Any, torch)._C._current_autograd_node()
-            prepare(node, changed.rows, slices=False)
-            if node in running().plain:  # the caller gets the gradient, and it goes no further
-                return changed.dense()
+        # The tensor's own node: held by the hook, it would hold itself, and its graph until a garbage collection. A
+        # foreign one, too, can be prepared now: autograd runs hooks of a node after those of its tensors.
+        node = cast(Any, torch)._C._current_autograd_node()
+        if sliced is None and prepare(node, changed.rows, slices=False):
+            return None
         return RowGrad(changed)
 
-    # The hook stays with the present value: the gradient of a later write in place to an alias stays exact.
+    # The hook stays with the present value: the gradient of a later write in place stays exact.
     tensor.register_hook(hook)
-    return tensor
 
 
 def rows_in(grad: Tensor, layout: Layout) -> RowSlice:

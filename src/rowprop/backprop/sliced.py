@@ -311,7 +311,8 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     if rows.recompute is not None:
         return rows.recompute(tensor, layout)
     parts = rows.indices(layout.sizes) if layout.minor else ()
-    if type(tensor) is not Tensor or tensor.is_meta:  # it has no memory of its own to be recognised by
+    # It has no memory of its own to be recognised by, or, made in inference mode, no count of writes.
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.is_inference():
         return gather_plain(tensor, rows.index, layout, parts)
     recent, key = rows.recent, (tensor.untyped_storage()._cdata, tensor.storage_offset())  # pyright: ignore
     about = tensor._version, layout, rows.stream  # pyright: ignore[reportPrivateUsage]

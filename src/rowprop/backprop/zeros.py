@@ -20,7 +20,7 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rows import RowSet
 from rowprop.backprop.sliced import RowSlice, gather_plain, rows_apart
 from rowprop.backprop.watch import note
-from rowprop.batch import map_tensors
+from rowprop.batch import tensors
 from rowprop.checks import check_choice, check_tensor, check_within
 from rowprop.errors import InvalidInput
 from rowprop.host import mark, reach, readable, waits
@@ -66,7 +66,7 @@ def skip_zeros(
             live.
 
     Returns:
-        For a tensor the tensor to go on with. For a module a handle with ``record``, ``paused()`` and ``remove()``.
+        For a tensor the tensor itself. For a module a handle with ``record``, ``paused()`` and ``remove()``.
 
     Raises:
         InvalidInput: ``x`` is neither, a value is out of its range, or, at the backward, more came than ``capacity``.
@@ -95,7 +95,10 @@ def skip_zeros(
         if x.ndim == 0:
             raise InvalidInput("skip_zeros got a 0-d tensor but rows were needed; pass the losses before their mean.")
     skip = _Skip(unit, attention, capacity)
-    return SkippingZeros(x, skip) if isinstance(x, nn.Module) else skip.hooked(x, "", lambda record: None)
+    if isinstance(x, nn.Module):
+        return SkippingZeros(x, skip)
+    skip.hook(x, "", lambda record: None)
+    return x
 
 
 @dataclass(frozen=True)
@@ -156,15 +159,16 @@ class SkippingZeros(Handle):
         """That of the place where most left the last backward; None before the first."""
         return min(self.records.values(), key=lambda record: record.share, default=None)
 
-    def _left(self, place: str, _: nn.Module, __: Any, output: Any) -> Any:
+    def _left(self, place: str, _: nn.Module, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
-            return None
+            return
 
         def keep(record: SkipRecord) -> None:
             self.records = running().of(self, dict[str, SkipRecord])
             self.records[place] = min(self.records.get(place, record), record, key=lambda each: each.share)
 
-        return map_tensors(lambda tensor: self._skip.hooked(tensor, place, keep, lambda: self._active), output)
+        for tensor in tensors(output):
+            self._skip.hook(tensor, place, keep, lambda: self._active)
 
 
 @dataclass(frozen=True)
@@ -174,26 +178,26 @@ class _Skip:
     capacity: float | None
     token_ndims: tuple[int, ...] = (3,)  # of tensors whose entries are tokens, where nobody says
 
-    def hooked(
+    def hook(
         self,
         tensor: Tensor,
         place: str,
         keep: Callable[[SkipRecord], None],
         active: Callable[[], bool] = lambda: True,
-    ) -> Tensor:
-        """The tensor to go on with, whose gradient loses its zeros; ``keep`` is told what became of each gradient."""
+    ) -> None:
+        """Have the gradient of a tensor lose its zeros; ``keep`` is told what became of each gradient."""
         unit = self.unit or ("token" if tensor.ndim in self.token_ndims else "row")
         dims = 2 if unit == "token" else 1
         plain = tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested
         # No part of one element, as after any view: attention knows a packed row by that.
         parts = [Part(dim, size) for dim, size in enumerate(tensor.shape[:dims]) if size != 1]
         if not plain or not parts or tensor.ndim < dims or tensor.numel() == 0:
-            return tensor
+            return
         layout, record = layout_of(parts), partial(SkipRecord, place, unit)
         if compiled_elsewhere(tensor.grad_fn):
             why = "compiled by a backend other than torch.compile(backend='rowprop')"
             keep(record(layout.num_rows, None, layout.num_rows, why))
-            return tensor
+            return
 
         def change(grad: Tensor, layout: Layout) -> RowSlice | None:
             if not active():
@@ -204,7 +208,7 @@ class _Skip:
                 keep(record(total, count, total if found is None else found.rows.kept, reason))
             return found
 
-        return hook_gradient(tensor, layout, change)
+        hook_gradient(tensor, layout, change)
 
     def _live(self, grad: Tensor, g: RowSlice | None, layout: Layout) -> tuple[RowSlice | None, int, int | None, str]:
         """The rows of a gradient, sliced or not, that go on, None for all; how many came; how many are live; why."""

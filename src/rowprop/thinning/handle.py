@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, product
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -272,12 +272,12 @@ class Thinning(Handle):
         self._forward = _Forward(last.number + 1, num_rows, counted, sizes, inside, over=False)
         return self._forward
 
-    def _left(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
+    def _left(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         """A block, or the model (""), has run: have the gradient of its output thinned."""
         number, forward = outermost(), self._forward
         if not (self._model.training and torch.is_grad_enabled()):
             forward.hides |= forward.inside
-            return None
+            return
         again = name in forward.called
         # Nobody tells the end of a forward of which nothing is watched.
         if number < 0 and (forward.over or (again and self._worth.sleeping and not forward.inside)):
@@ -285,7 +285,7 @@ class Thinning(Handle):
         if number < 0 and name:
             forward.called.add(name)
         if self._worth.sleeping:
-            return None
+            return
         if forward.mixes is None:
             forward.mixes = uses_batch_statistics(self._model)
         if number >= 0:  # a checkpoint runs the block again; a reentrant one then runs a backward inside this one
@@ -293,26 +293,23 @@ class Thinning(Handle):
         sizes = forward.sizes if number >= 0 and forward.sizes else (forward.num_rows,)
         counted = forward.counted and not (again and number >= 0)  # a checkpoint's second run is no more work
         numbers = count()
-
-        def watched(tensor: Tensor) -> Tensor:
+        for tensor in tensors(output):
             plain = tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_nested
             layout = _rows_in(tensor.shape, sizes) if plain else None
             if not name and plain and forward.hides and not forward.reenters:
                 forward.reenters = enters_checkpoint(tensor)
             if layout is None or not (name or self._control.keep is None or forward.hides):
-                return tensor
+                continue
             if name and compiled_elsewhere(tensor.grad_fn):  # it runs at full size, so thinning would save nothing
                 if name not in self._compiled:
                     self._compiled.add(name)
                     self.record = replace(self.record, reason=self._reason())
-                return tensor
+                continue
             which = next(numbers)
             place = f"{name}[{which}]" if name and which else name
             if name and counted:
                 self._worth.count(place, tensor, forward.number, number)
-            return hook_gradient(tensor, layout, partial(self._arrived, place, forward, number))
-
-        return _replaced(watched, output)
+            hook_gradient(tensor, layout, partial(self._arrived, place, forward, number))
 
     # --- in the backward ----------------------------------------------------------------------------------------------
 
@@ -434,23 +431,3 @@ def _tokens_of(g: RowSlice) -> RowSlice:
     if g.ndim != 3 or not g.layout.plain or g.dim > 1 or g.shape[1 - g.dim] < 2:
         return g
     return g.spread(1 - g.dim)
-
-
-def _replaced(function: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """A block's output with a function applied to each tensor.
-
-    A list, a mapping or an object, which the model may hold, stays the same object with the same tensors.
-    """
-    if isinstance(output, Tensor):
-        return function(output)
-    kind = cast(Any, type(output))
-    make: Callable[..., Any] | None = tuple if kind is tuple else getattr(kind, "_make", None)
-    if make is not None:
-        entries: list[Any] = list(output)
-        replaced = [_replaced(function, entry) for entry in entries]
-        if any(new is not old for new, old in zip(replaced, entries, strict=True)):
-            return cast(Any, make(replaced))
-    else:
-        for tensor in tensors(output):
-            function(tensor)
-    return output

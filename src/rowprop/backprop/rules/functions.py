@@ -145,7 +145,7 @@ def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Calla
         ``ctx`` pass unchanged: a number of rows among them is N, so read sizes off the tensors.
 
     Cost:
-        A copy of the K rows of each saved tensor that is read.
+        A copy of the K rows of each gradient, and of each saved tensor that is read.
 
     Example:
         >>> @rowprop.rowwise(saved=(0, None), grads=(0, None))
@@ -169,8 +169,10 @@ def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Calla
     where = {name: _checked(name, dims) for name, dims in given.items()}
 
     def rule(node: Any, backward: Any, *gradients: RowSlice | Tensor | None) -> Any:
-        # The backward may clip or normalise, so it gets rows that repeat as one.
-        return on_kept_rows(node, [g.merged() if type(g) is RowSlice else g for g in gradients], **where)
+        # The backward may clip or normalise, so it gets rows that repeat as one. It may write to them, so they are its
+        # own: below a flip, which moves rows and copies none, others hold the same values.
+        own = [g.like(g.merged().values.clone()) if type(g) is RowSlice else g for g in gradients]
+        return on_kept_rows(node, own, **where)
 
     def declare(function: F) -> F:
         base, own = cast("list[Any]", [torch.autograd.Function, function])
