@@ -422,6 +422,62 @@ def test_losses_and_pick_inside_what_is_compiled():
     torch.testing.assert_close(found, gradients(model, batch, rows, indexed), rtol=1e-5, atol=1e-6)
 
 
+class Residual(nn.Module):
+    """A class for each pixel, channels last all the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(x + norm(conv(x)))
+        return x.flatten(2).mean(2)[:, :4]
+
+
+@pytest.mark.usefixtures("quick_kernels")
+@pytest.mark.filterwarnings("ignore:batchnorm=None")
+# Red with torch's own formulas of masked_fill, which takes gradients out of channels last, and of a sum, which Inductor
+# divides among blocks by a modulo for each term; and where a sum reads BatchNorm's input through an index.
+def test_a_traced_graph_keeps_its_layout_and_divides_its_sums(monkeypatch):
+    graphs = []
+    whole = lowering.Backward.compiled
+
+    def compiled(region, function, inputs, trace):
+        compile = region.compile
+        monkeypatch.setattr(region, "compile", lambda graph, inputs: (graphs.append(graph), compile(graph, inputs))[1])
+        return whole(region, function, inputs, trace)
+
+    monkeypatch.setattr(lowering.Backward, "compiled", compiled)
+    model = Residual().to(memory_format=torch.channels_last)
+    x = torch.randn(N, 8, 6, 6).to(memory_format=torch.channels_last)
+    losses = losses_of(compile_model(model, "inductor"), x)
+    rowprop.pick(losses, torch.tensor(ROWS), batchnorm="rows").mean().backward()
+    nodes = [node for node in graphs[-1].graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    images = [n.meta["val"] for n in nodes if n.meta["val"].shape[1:] == (8, 6, 6) and "reshape" not in str(n.target)]
+    kept = [v for v in images if isinstance(v.shape[0], torch.SymInt) and v.stride(2) > 0]
+    assert len(kept) > 20 and all(v.stride(1) == 1 for v in kept)
+    sums = [node for node in nodes if node.target is torch.ops.aten.sum.dim_IntList]
+    for node in sums:
+        sizes = [node.args[0].meta["val"].shape[d] for d in node.args[1]]
+        factors = [lowering._factor(size) for size in sizes]
+        assert set(factors) == {None} or factors == [1]  # kept rows come alone
+    stored = [node for node in nodes if "force_stride_order" in str(node.target)]
+    assert len(stored) == len(model.norms) and len(sums) > 12
+
+
+def test_a_mode_of_torch_compile_changes_no_gradient():
+    model = torch.compile(MODELS["mlp"][0](), backend="rowprop", mode="reduce-overhead")
+    for rows in ([1, 4, 5], [0], [2, 3], [1, 4, 5]):
+        compare(model, vectors(N), rows)
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="mode='faster' came but one of default"):
+        torch.compile(nn.Linear(16, 4), backend=lowering.backend, mode="faster")(vectors(N))
+
+
 @pytest.mark.parametrize("options", [{"kernels": "triton"}, {"kernel": "eager"}])
 def test_unknown_options_are_refused(options):
     model = torch.compile(nn.Linear(16, 4), backend="rowprop", options=options)

@@ -76,8 +76,9 @@ def _compile_inductor(graph: Any, inputs: Sequence[Any], settings: dict[str, Any
 
     compile_fx: Any = module
     under = cast("Callable[[Any], Any]", config.patch(settings))  # also when a backward is first needed, and compiled
-    # torch's own formula makes the result contiguous, which would take a gradient out of channels last.
-    full: dict[Any, Any] = {**compile_fx.select_decomp_table(), torch.ops.aten.masked_fill.Scalar: _filled}
+    aten = torch.ops.aten
+    usual: dict[Any, Any] = compile_fx.select_decomp_table()
+    full = {**usual, aten.masked_fill.Scalar: _filled, aten.sum.dim_IntList: _summed}
 
     def inner(graph: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
@@ -94,12 +95,37 @@ def _compile_inductor(graph: Any, inputs: Sequence[Any], settings: dict[str, Any
 
     # BatchNorm mixes rows, and its rule has to see the whole op.
     norms = {"native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward"}
-    others = {op: f for op, f in full.items() if str(op).removeprefix("aten.").partition(".")[0] not in norms}
+    others = {op: f for op, f in usual.items() if str(op).removeprefix("aten.").partition(".")[0] not in norms}
     return under(compile_fx.compile_fx)(graph, inputs, inner_compile=inner, decompositions=others)
 
 
 def _filled(x: Tensor, mask: Tensor, value: Any) -> Tensor:
+    """Laid out as ``x``: torch's own formula would take a gradient out of channels last."""
     return torch.where(mask, value, x)
+
+
+def _summed(x: Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A sum over kept rows, and more, in two: over all but the rows, and over these.
+
+    Where Inductor divides a sum of a symbolic length among blocks, each of its terms costs a modulo by that length.
+    """
+    dims = [d % x.ndim for d in dims or range(x.ndim)]
+    of_rows = [d for d in dims if _factor(x.shape[d]) is not None]
+    factor = _factor(x.shape[of_rows[0]]) if len(of_rows) == 1 else None
+    if factor is None or (factor == 1 and len(dims) == 1) or not x.is_floating_point():
+        return NotImplemented
+    at, others = of_rows[0], [d for d in dims if d not in of_rows]
+    parts = cast(Any, x).unflatten(at, (x.shape[at] // factor, factor))
+    wide = torch.promote_types(dtype or x.dtype, torch.float32)
+    within = parts.sum([at + 1, *(d + (d > at) for d in others)], keepdim=True, dtype=wide)
+    left = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
+    return within.sum(at).to(dtype or x.dtype).reshape(left)
+
+
+def _factor(size: Any) -> int | None:
+    """Of a symbolic size the number that it is a multiple of; None of any other."""
+    tree: Any = cast(Any, size).node.expr if isinstance(size, torch.SymInt) else None
+    return None if tree is None or tree.is_number else int(tree.as_coeff_Mul()[0])
 
 
 def _compile_eager(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -141,7 +141,7 @@ def _project(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
     values, x = in_one_format(g, call.input)
     x = x if g.rows.stored is None else g.rows.stored(x)
     kept_mean, kept_var = statistics(call.op, x, mean)
-    kept_std = kept_var.add_(call.eps).sqrt_()
+    kept_std = (kept_var + call.eps).sqrt()
     scale = invstd * kept_std
     scaled = scale if weight is None else (weight * scale).to(weight.dtype)
     kept_invstd = kept_std.reciprocal()
@@ -163,7 +163,7 @@ def statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     one = torch.ones_like(centre)
     _, product, total = op(x, x, one, None, None, centre, one, True, 0.0, [False, True, True])
     mean = total / count
-    return mean, torch.addcmul(product / count, mean, mean - centre, value=-1).clamp_min_(0)
+    return mean, torch.addcmul(product / count, mean, mean - centre, value=-1).clamp_min(0)
 
 
 @rowlocal(
