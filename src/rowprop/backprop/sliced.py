@@ -332,10 +332,6 @@ def _entries(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-FEW = 16
-"""So many rows CUDA's ``index_select`` takes by another kernel, which is up to four times slower than indexing."""
-
-
 def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[Tensor] = ()) -> Tensor:
     """The kept rows of a full-size plain tensor, always gathered anew.
 
@@ -370,18 +366,23 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
             return gather_plain(tensor.permute(order), index, moved, parts).permute(inverse)
     dim = layout.dim
     if layout.plain:
-        kept = index.numel()
-        if tensor.is_cuda and type(kept) is int and kept <= FEW:
-            return torch.ops.aten.index.Tensor(tensor, [None] * dim + [index])
-        return tensor.index_select(dim, index)
+        return _selected(tensor, dim, index)
     if not layout.minor:
-        return rows_apart(tensor, layout).index_select(dim + 1, index).flatten(dim, dim + 2)
+        return _selected(rows_apart(tensor, layout), dim + 1, index).flatten(dim, dim + 2)
     apart, at = _parts_together(tensor, layout)
     if _collapses(apart, at, len(parts)):
-        kept = apart.flatten(at, at + len(parts) - 1).index_select(at, index)
+        kept = _selected(apart.flatten(at, at + len(parts) - 1), at, index)
     else:
         kept = apart[(*[slice(None)] * at, *parts)]
     return kept.reshape(layout.kept_shape(tensor.shape, index.numel()))
+
+
+def _selected(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``index_select``, which CUDA has a kernel of its own for up to 16 entries, four times slower than indexing."""
+    kept = index.numel()
+    if tensor.is_cuda and type(kept) is int and kept <= 16:
+        return torch.ops.aten.index.Tensor(tensor, [None] * dim + [index])
+    return tensor.index_select(dim, index)
 
 
 def _of_parts(tensor: Tensor, layout: Layout, places: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
