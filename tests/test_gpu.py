@@ -12,6 +12,7 @@ import copy
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -721,19 +722,18 @@ def test_compiled_steps_as_graphs_follow_the_number_of_rows(name: str):
 # --- the tables of cases that the CPU's rules are tested with ---------------------------------------------------------
 
 
-def of_indexing(gradients: Callable[[Take], list[Tensor | None]], rows: Any) -> None:
+def of_indexing(gradients: Callable[[Any, Take], list[Tensor | None]], rows: Any) -> None:
     """``pick`` has the gradient of plain indexing, where the forward, written for the CPU, runs on the device."""
     rows = torch.as_tensor(rows)
 
     def on_device(take: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor | None]:
-        with Moving(torch.device(DEVICE)) if ON_GPU else nullcontext() as moving:
+        moving = Moving(torch.device(DEVICE))
 
-            def leave(losses: Tensor) -> Tensor:
-                if moving is not None:
-                    moving.stop()
-                return take(losses, rows.to(losses.device))
+        def leave(losses: Tensor) -> Tensor:
+            moving.stop()
+            return take(losses, rows.to(losses.device))
 
-            return gradients(leave)
+        return gradients(moving if ON_GPU else nullcontext(), leave)
 
     try:
         expected = on_device(lambda losses, rows: losses[rows])
@@ -746,12 +746,23 @@ def of_indexing(gradients: Callable[[Take], list[Tensor | None]], rows: Any) -> 
 @pytest.mark.parametrize("rows", [[1, 4], [0, 2, 2, 5]], ids=str)
 @pytest.mark.parametrize("name", rule_cases.CASES)
 def test_rules(name: str, rows: list[int]):
-    of_indexing(lambda take: rule_cases.run(name, take, channels_last=False), rows)
+    def gradients(forward: Any, take: Take) -> list[Tensor | None]:
+        with forward:
+            return rule_cases.run(name, take, channels_last=False)
+
+    of_indexing(gradients, rows)
 
 
 @pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda e: e.name)
 def test_models(entry: zoo.Entry):
-    of_indexing(lambda take: list(zoo.backward(entry, torch.float64, take).grads.values()), zoo.ROWS)
+    def gradients(forward: Any, take: Take) -> list[Tensor | None]:
+        def losses(model: nn.Module, batch: zoo.Batch) -> Tensor:
+            with forward:
+                return entry.losses(model, batch)
+
+        return list(zoo.backward(replace(entry, losses=losses), torch.float64, take).grads.values())
+
+    of_indexing(gradients, zoo.ROWS)
 
 
 @pytest.mark.parametrize("name", token_models.BETWEEN)
@@ -759,9 +770,10 @@ def test_what_models_do_between_tokens(name: str):
     torch.manual_seed(5)
     x, w = torch.randn(40, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64).requires_grad_()
 
-    def gradients(take: Take) -> list[Tensor | None]:
+    def gradients(forward: Any, take: Take) -> list[Tensor | None]:
         w.grad = None
-        take((token_models.BETWEEN[name](x @ w).tanh() @ w).square().sum(-1).flatten()).sum().backward()
+        with forward:
+            take((token_models.BETWEEN[name](x @ w).tanh() @ w).square().sum(-1).flatten()).sum().backward()
         return [w.grad]
 
     of_indexing(gradients, [1, 77, 150, 77])

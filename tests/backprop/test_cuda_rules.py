@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import cuda_cases
+import gpu_models
 import rowprop
 from cuda_cases import CASES, HEADS, SINGLE, WIDTH, Case, D, N, T, cudnn, efficient, flash, gradients, leaf
 from cuda_kernels import KERNELS, TANH, checked, installed
-from picks import Take, as_indexed, indexed
+from picks import Take, as_indexed, assert_same_gradients, indexed
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.registry import RULES, op_name
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice
@@ -327,6 +328,21 @@ def of_tokens(attention: Callable[..., Tensor], take: Take, turned: bool = False
     losses = h.square().mean(-1)
     (take(losses.T, SOME.T) if turned else take(losses, SOME)).sum().backward()
     return [leaf.grad for leaf in (*w, x, back)]
+
+
+# Red when: layers hand cuDNN gradients of other strides; it has one plan for all of them. The last attention gets the
+# gradient of one token in each row, and the others get whole rows.
+def test_attention_below_a_class_token_keeps_to_one_plan(monkeypatch: pytest.MonkeyPatch):
+    def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return cudnn_attention(q, k, v, None, True, 0.0, is_causal, False)[0]
+
+    cudnn_attention = aten._scaled_dot_product_cudnn_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    torch.manual_seed(0)
+    model, batch, losses_of = gpu_models.vit(N, 32, 64, 3)
+    model, batch = model.double(), (batch[0].double(), batch[1])
+    report = assert_same_gradients(lambda: losses_of(model, batch), list(model.parameters()), TWO)
+    assert not report.densified
 
 
 @pytest.mark.parametrize("op", TOKENS)
