@@ -32,7 +32,7 @@ import op_samples
 import rowprop
 import rule_cases
 import zoo
-from cuda_kernels import installed
+from cuda_kernels import PLANS, installed
 from rowprop import host
 from rowprop.backprop.layout import Layout, Part, layout_of
 from rowprop.backprop.rowgrad import RowGrad
@@ -397,6 +397,7 @@ class Case:
     def _call(self, leaves: list[Any]) -> Any:
         args, kwargs = tree_unflatten(leaves, self.call.spec)
         torch.default_generator.manual_seed(0)
+        PLANS.clear()  # no two calls are of one model
         with torch._C.DisableTorchFunctionSubclass():
             return self.call.op(*args, **kwargs)
 
