@@ -195,6 +195,12 @@ def cnn(norm: bool) -> nn.Module:
 
 
 IMAGES = (3, 8, 8)
+def features() -> nn.Module:
+    """Statistics of so many values as there are rows."""
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(8, 3))
+
+
 MODELS: dict[str, Model] = {
     "mlp": (mlp, (6,)),
     "residual": (lambda: nn.Sequential(nn.Linear(5, 6), Residual(6), Residual(6), nn.Linear(6, 3)), (5,)),
@@ -234,6 +240,7 @@ BATCHNORM: dict[str, Model] = {
     "resnet, batch norm in training": (lambda: resnet(train=True), (1, 6, 6)),
     "u-net, batch norm in training": (lambda: unet(norm=True), (1, 4, 4)),
     "branches, batch norm in training": (branches, (1, 5, 5)),
+    "features, batch norm in training": (features, (8,)),
 }
 
 
