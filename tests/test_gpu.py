@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -63,6 +63,11 @@ def seeded_and_in_full_precision() -> Generator[None]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def few(cases: Iterable[Any], step: int) -> list[Any]:
+    """All cases; on the CPU, where others run them, one of ``step``."""
+    return list(cases)[:: 1 if ON_GPU else step]
 
 
 def leaf(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -703,7 +708,7 @@ def test_a_captured_step_replays_with_other_data_and_rows(name: str):
     assert not any(report.densified or report.waited for report in reports)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, 4))
 # Red when: a graph of one number of rows is replayed for another, or one step's memory is written to by the next.
 def test_compiled_steps_as_graphs_follow_the_number_of_rows(name: str):
     model, plain = built(name), built(name)
@@ -744,7 +749,7 @@ def of_indexing(gradients: Callable[[Any, Take], list[Tensor | None]], rows: Any
 
 
 @pytest.mark.parametrize("rows", [[1, 4], [0, 2, 2, 5]], ids=str)
-@pytest.mark.parametrize("name", rule_cases.CASES)
+@pytest.mark.parametrize("name", few(rule_cases.CASES, 50))
 def test_rules(name: str, rows: list[int]):
     def gradients(forward: Any, take: Take) -> list[Tensor | None]:
         with forward:
@@ -753,7 +758,7 @@ def test_rules(name: str, rows: list[int]):
     of_indexing(gradients, rows)
 
 
-@pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda e: e.name)
+@pytest.mark.parametrize("entry", few(zoo.ENTRIES, 20), ids=lambda e: e.name)
 def test_models(entry: zoo.Entry):
     def gradients(forward: Any, take: Take) -> list[Tensor | None]:
         def losses(model: nn.Module, batch: zoo.Batch) -> Tensor:
