@@ -195,6 +195,8 @@ def cnn(norm: bool) -> nn.Module:
 
 
 IMAGES = (3, 8, 8)
+
+
 def features() -> nn.Module:
     """Statistics of so many values as there are rows."""
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3)]
