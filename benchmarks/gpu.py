@@ -206,9 +206,15 @@ def run_compiled(setup: Setup, note: Note, until_s: float, mode: str = "default"
 
     def found() -> dict[str, Any]:
         bench = bench_named(setup, setup.model)
-        benches, left_out, first_s = first_steps(compiled_benches(bench, setup.dry, mode), half_s)
+        benches, first = compiled_benches(bench, setup.dry, mode), None
+        try:
+            first = first_steps(benches, half_s)
+        except torch.OutOfMemoryError:  # beside the others; its traceback holds tensors until the block ends
+            bench.optimizer.zero_grad(set_to_none=True)
+        free_memory()
         setup.alone()
-        steps = measured(setup, setup.model, benches, half_s / len(vars(FULL)))
+        taken, left_out, first_s = first or first_steps(benches, half_s)
+        steps = measured(setup, setup.model, taken, half_s / len(vars(FULL)))
         return {**steps, "first_steps_s": first_s, "left_out": left_out}
 
     attempt(note, setup.model, found)
