@@ -180,6 +180,7 @@ LOSSES: dict[str, tuple[bool, Any]] = {  # whether the cut is compared; the loss
     "shifted, then flattened": (True, lambda model, batch: token_losses(model, batch).flatten()),
     "pixels": (True, lambda model, batch: model(batch).square().mean(-1).unflatten(1, (5, 2))),
     "of some tokens, flattened": (False, lambda model, batch: model(batch)[:, ::2].square().mean(-1).flatten()),
+    "of entries": (False, lambda model, batch: model(batch).square()),
     "time first": (False, lambda model, batch: token_losses(model, batch).t()),
 }
 
@@ -193,12 +194,6 @@ def test_cut_attention_is_compared_for_losses_of_any_shape(shape: str):
     assert result.status == "by design" and result.cut, result.verdict
     conditions = "keys and values of other tokens detached" if compared else "attention='exact', as it is"
     assert result.comparisons[-1].conditions == conditions and ("not compared" in result.verdict) != compared
-
-
-def test_rows_of_entries_are_not_cut():
-    # Red where a place in time, at which any sequence keeps an entry, passes for a kept token of each.
-    result = cut_verified(losses_fn=lambda model, batch: model(batch).square())
-    assert result.status == "exact" and not result.cut and "attention" in {place.op for place in result.densified}
 
 
 @pytest.mark.parametrize("fails", [False, True])

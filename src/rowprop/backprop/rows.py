@@ -201,7 +201,8 @@ class RowSet:
         counts = larger.index.new_zeros(larger.num_rows).index_add_(0, larger.index, ones).cpu()
         some = counts.nonzero().squeeze(1).to(larger.index.device, non_blocking=True)
         rows = self.derived(some, larger.num_rows, unique=True)
-        rows.attention = "exact"  # not all of their tokens are kept, and what is not kept cannot be told any more
+        if places != (0,):  # as places in time, at which any sequence may keep a token: which are kept is not known
+            rows.attention = "exact"
         return larger.index.argsort(stable=True), tuple(cast("list[int]", counts.tolist())), rows
 
     @_once

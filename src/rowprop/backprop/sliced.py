@@ -295,7 +295,7 @@ def whole_rows(value: Any, dim: int | None = None) -> Any:
     rows = min(coarse, key=lambda c: c.rows.kept / c.rows.num_rows, default=None)
     if rows is None or rows.rows.kept >= rows.rows.num_rows:
         raise NeedsAllRows("the op mixes positions, and some are kept of every row")
-    if rows.rows.attention != value.rows.attention:
+    if value.rows.attention == "cut":
         note_densified("attention", "not cut below an op that takes whole sequences")
     return rows
 
