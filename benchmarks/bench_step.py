@@ -358,10 +358,12 @@ def device_stem(device: torch.device, threads: int) -> str:
     return f"cpu-{threads}-threads" if device.type == "cpu" else device_name(device).lower().replace(" ", "-")
 
 
-def compiled(bench: Bench, variants: Iterable[str]) -> dict[str, Bench]:
-    """The bench of each variant, its model compiled: of ``sliced`` by our backend, of the others by default."""
-    benches = dict.fromkeys(variants, replace(bench, model=torch.compile(bench.model)))
-    return benches | {"sliced": replace(bench, model=torch.compile(bench.model, backend="rowprop"))}
+def compiled(
+    bench: Bench, variants: Iterable[str], ours: Any = "rowprop", plain: Any = "inductor", **options: Any
+) -> dict[str, Bench]:
+    """The bench of each variant, its model compiled: of ``sliced`` by our backend, of the others by the plain one."""
+    benches = dict.fromkeys(variants, replace(bench, model=torch.compile(bench.model, backend=plain, **options)))
+    return benches | {"sliced": replace(bench, model=torch.compile(bench.model, backend=ours, **options))}
 
 
 def save(folder: Path, stem: str, result: dict[str, Any], page: str) -> Path:

@@ -51,6 +51,7 @@ from bench_step import (
     RESULTS,
     Bench,
     Steps,
+    compiled,
     device_stem,
     draw,
     measure,
@@ -251,14 +252,8 @@ def compiled_benches(bench: Bench, dry: bool, mode: str) -> dict[str, Bench]:
 
     torch._dynamo.reset()
     if dry:
-        options = {"kernels": "eager"}
-        plain, ours = (
-            torch.compile(bench.model, backend="aot_eager"),
-            torch.compile(bench.model, backend=backend, options=options),
-        )
-    else:
-        plain, ours = (torch.compile(bench.model, backend=how, mode=mode) for how in ("inductor", backend))
-    return {engine: replace(bench, model=ours if engine == "sliced" else plain) for engine in BY_NEED}
+        return compiled(bench, BY_NEED, partial(backend, options={"kernels": "eager"}), "aot_eager")
+    return compiled(bench, BY_NEED, backend, mode=mode)
 
 
 def first_steps(benches: dict[str, Bench], allowed_s: float) -> tuple[dict[str, Bench], dict[str, str], float]:

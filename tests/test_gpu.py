@@ -12,7 +12,6 @@ import copy
 import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import device_cases
 import rowprop
 import rule_cases
 import token_models
 import zoo
 from accelerator import Moving
-from picks import Take
 from rowprop import host
 from rowprop.backprop.compiled import backend
 from rowprop.backprop.watch import Report
@@ -727,7 +726,7 @@ def test_compiled_steps_as_graphs_follow_the_number_of_rows(name: str):
 # --- the tables of cases that the CPU's rules are tested with ---------------------------------------------------------
 
 
-def of_indexing(gradients: Callable[[Any, Take], list[Tensor | None]], rows: Any) -> None:
+def of_indexing(gradients: device_cases.Gradients, rows: Any) -> None:
     """``pick`` has the gradient of plain indexing, where the forward, written for the CPU, runs on the device."""
     rows = torch.as_tensor(rows)
 
@@ -751,37 +750,17 @@ def of_indexing(gradients: Callable[[Any, Take], list[Tensor | None]], rows: Any
 @pytest.mark.parametrize("rows", [[1, 4], [0, 2, 2, 5]], ids=str)
 @pytest.mark.parametrize("name", few(rule_cases.CASES, 50))
 def test_rules(name: str, rows: list[int]):
-    def gradients(forward: Any, take: Take) -> list[Tensor | None]:
-        with forward:
-            return rule_cases.run(name, take, channels_last=False)
-
-    of_indexing(gradients, rows)
+    of_indexing(device_cases.of_rule(name), rows)
 
 
 @pytest.mark.parametrize("entry", few(zoo.ENTRIES, 20), ids=lambda e: e.name)
 def test_models(entry: zoo.Entry):
-    def gradients(forward: Any, take: Take) -> list[Tensor | None]:
-        def losses(model: nn.Module, batch: zoo.Batch) -> Tensor:
-            with forward:
-                return entry.losses(model, batch)
-
-        return list(zoo.backward(replace(entry, losses=losses), torch.float64, take).grads.values())
-
-    of_indexing(gradients, zoo.ROWS)
+    of_indexing(device_cases.of_model(entry), zoo.ROWS)
 
 
 @pytest.mark.parametrize("name", token_models.BETWEEN)
 def test_what_models_do_between_tokens(name: str):
-    torch.manual_seed(5)
-    x, w = torch.randn(40, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64).requires_grad_()
-
-    def gradients(forward: Any, take: Take) -> list[Tensor | None]:
-        w.grad = None
-        with forward:
-            take((token_models.BETWEEN[name](x @ w).tanh() @ w).square().sum(-1).flatten()).sum().backward()
-        return [w.grad]
-
-    of_indexing(gradients, [1, 77, 150, 77])
+    of_indexing(device_cases.between_tokens(name), device_cases.ROWS_BETWEEN)
 
 
 class Gpt(nn.Module):

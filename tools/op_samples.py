@@ -15,13 +15,12 @@ with warnings.catch_warnings():
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_utils import set_rng_seed
 
-DEVICE = torch.get_default_device().type
 SAMPLES = {torch.float64: 4, torch.complex128: 2}
 OPS = [
     (op, dtype)
     for op in op_db
     for dtype in SAMPLES
-    if op.supports_autograd and dtype in op.supported_backward_dtypes(DEVICE) and not op.name.startswith("sparse")
+    if op.supports_autograd and dtype in op.supported_backward_dtypes("cpu") and not op.name.startswith("sparse")
 ]
 REFUSALS = RuntimeError, TypeError, ValueError, NotImplementedError  # a sample is no plain call, or has no backward
 
@@ -62,7 +61,7 @@ def samples(op: Any, dtype: torch.dtype) -> Iterator[tuple[Any, list[Tensor], li
     """An op's first small samples that are plain calls of tensors, each with its leaves and outputs."""
     set_rng_seed(0)
     # `op.sample_inputs` asks the stack for a unittest, twice in each call: nine tenths of the time of a sample.
-    found = op.sample_inputs_func(op, DEVICE, dtype, requires_grad=False)
+    found = op.sample_inputs_func(op, "cpu", dtype, requires_grad=False)
     small = (s for s in found if sum(t.numel() for t in floats([s.input, s.args])) < 50_000)
     for sample in itertools.islice(small, SAMPLES[dtype]):
         try:

@@ -6,33 +6,29 @@ They run in the second pass of the suite, `pytest --as-accelerator`, which makes
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import cuda_cases
+import device_cases
 import rowprop
 import rule_cases
 import token_models
 import zoo
 from accelerator import Accelerator, Moving, OnDevice
 from cuda_kernels import installed
+from device_cases import Forward, Gradients, Take
 from rowprop.backprop import rowgrad
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.sliced import Densify
 from rowprop.backprop.watch import Report
 
 pytestmark = pytest.mark.skipif(not Accelerator.ready, reason="needs --as-accelerator, and a torch that can")
-
-Take = Callable[[Tensor], Tensor]
-Forward = AbstractContextManager[Any]
-"""Inside, the forward runs: nothing on the CPU, and on the second device a :class:`Moving`."""
-Gradients = Callable[[Forward, Take], list[Tensor | None]]
 
 REPEATED = [0, 2, 2, 5]
 CELLS = [f"_thnn_fused_{kind}" for kind in ("lstm_cell", "lstm_cell_backward_impl", "gru_cell", "gru_cell_backward")]
@@ -114,28 +110,15 @@ def check(name: str, gradients: Gradients, index: list[int], tolerance: float) -
 @pytest.mark.parametrize("name", sorted(rule_cases.CASES.keys() - NOT_EMULATED))
 # Red when: a rule makes a tensor without `device=`, reads a count unchecked, or asks device.type.
 def test_a_rule_gives_the_gradients_of_the_cpu(name: str):
-    def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
-        with forward:
-            return rule_cases.run(name, take, channels_last=False)
-
     with installed(*CELLS):
         for rows in ([1, 4], REPEATED):
-            check(name, gradients, rows, 1e-9)
+            check(name, device_cases.of_rule(name), rows, 1e-9)
 
 
 @pytest.mark.parametrize("name", token_models.BETWEEN)
 # Red when: what follows from the tokens' places is made on the host, or copied there and back one by one.
 def test_what_models_do_between_tokens_has_the_gradients_of_the_cpu(name: str):
-    torch.manual_seed(5)
-    x, w = torch.randn(40, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64).requires_grad_()
-
-    def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
-        w.grad = None
-        with forward:
-            take((token_models.BETWEEN[name](x @ w).tanh() @ w).square().sum(-1).flatten()).sum().backward()
-        return [w.grad]
-
-    check(name, gradients, [1, 77, 150, 77], 1e-9)
+    check(name, device_cases.between_tokens(name), device_cases.ROWS_BETWEEN, 1e-9)
 
 
 @pytest.mark.parametrize("way", ["exact", "cut"])
@@ -161,15 +144,8 @@ def test_a_decoders_tokens_have_the_gradients_of_the_cpu(mask: str, way: str):
 
 @pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda e: e.name)
 def test_a_model_of_the_zoo_has_the_gradients_of_the_cpu(entry: zoo.Entry):
-    def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
-        def losses(model: nn.Module, batch: zoo.Batch) -> Tensor:
-            with forward:
-                return entry.losses(model, batch)
-
-        return list(zoo.backward(replace(entry, losses=losses), torch.float64, take).grads.values())
-
     with installed(*CELLS):
-        check(entry.name, gradients, list(zoo.ROWS), 1e-9)
+        check(entry.name, device_cases.of_model(entry), list(zoo.ROWS), 1e-9)
 
 
 @pytest.mark.parametrize("name", cuda_cases.CASES)

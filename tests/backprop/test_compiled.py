@@ -464,14 +464,23 @@ def test_a_traced_graph_keeps_its_layout_and_divides_its_sums(monkeypatch):
         sizes = [node.args[0].meta["val"].shape[d] for d in node.args[1]]
         factors = [lowering._factor(size) for size in sizes]
         assert set(factors) == {None} or factors == [1]  # kept rows come alone
+    inputs = [node for node in graphs[-1].graph.nodes if node.op == "placeholder"]
+    assert isinstance(inputs[-1].meta["val"], torch.SymInt)  # K, by which CUDA graphs are kept
     stored = [node for node in nodes if "force_stride_order" in str(node.target)]
     assert len(stored) == len(model.norms) and len(sums) > 12
 
 
-def test_a_mode_of_torch_compile_changes_no_gradient():
+def test_a_mode_of_torch_compile_holds_for_every_backward_and_changes_no_gradient(monkeypatch):
+    # Red when: a backward, which is compiled when it is first needed, is compiled without the mode's settings.
+    from torch._inductor import compile_fx, config
+
+    under, inner = [], compile_fx.compile_fx_inner
+    note = lambda *args, **kwargs: under.append(config.triton.cudagraphs) or inner(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", note)
     model = torch.compile(MODELS["mlp"][0](), backend="rowprop", mode="reduce-overhead")
     for rows in ([1, 4, 5], [0], [2, 3], [1, 4, 5]):
         compare(model, vectors(N), rows)
+    assert under == [True] * 4  # the forward, and the backwards of all rows, of several and of one
 
 
 def test_an_unknown_mode_is_refused():

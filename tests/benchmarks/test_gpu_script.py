@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -248,3 +250,45 @@ def test_a_finding_that_fails_is_told_and_the_next_one_made(capsys: pytest.Captu
     part = {"status": "done", "found": found}
     assert not gpu.is_good(part) and gpu.is_good({"status": "done", "found": {"second": found["second"]}})
     assert "and more" in capsys.readouterr().err
+
+
+def test_a_model_that_finds_no_memory_beside_others_compiles_when_it_is_alone(monkeypatch: pytest.MonkeyPatch):
+    # Red when: the error ends the part, or the second try comes while others hold memory.
+    done: list[str] = []
+
+    def first_steps(benches: Any, allowed_s: float) -> Any:
+        done.append("compiles")
+        if len(done) == 1:
+            raise torch.OutOfMemoryError
+        return benches, {}, 1.0
+
+    monkeypatch.setattr(gpu, "first_steps", first_steps)
+    monkeypatch.setattr(gpu, "measured", lambda *_: {})
+    setup = gpu.Setup(torch.device("cpu"), True, "gpt2", lambda: done.append("alone"))
+    found: dict[str, Any] = {}
+    gpu.run_compiled(setup, found.__setitem__, time.perf_counter())
+    assert done == ["compiles", "alone", "compiles"] and found["gpt2"]["first_steps_s"] == 1.0
+
+
+def test_nothing_compiles_while_a_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red when: a process does not hold the lock while it compiles, or measures without being alone.
+    done: list[str] = []
+    compiling, wants = Event(), Event()
+
+    def part(setup: gpu.Setup, note: Any, until_s: float) -> None:
+        if setup.model == "slow":
+            compiling.set()
+            wants.wait(60)
+            time.sleep(0.2)  # the other waits for its turn by now
+        else:
+            compiling.wait(60)
+            wants.set()
+        done.append(f"{setup.model} is compiled")
+        setup.alone()
+        done.append(f"{setup.model} is measured")
+
+    monkeypatch.setitem(gpu.RUNS, "compiled", part)
+    orders = [gpu.Order("compiled", tmp_path / f"{model}.json", 60.0, True, model) for model in ("slow", "quick")]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(gpu.Order.run, orders))
+    assert set(done[:2]) == {"quick is compiled", "slow is compiled"}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
@@ -26,7 +27,7 @@ from rowprop.backprop.sliced import NO_RULE, RowSlice
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Ran
-from rowprop.oracle.judge import Yardstick
+from rowprop.oracle.judge import ConstantStatistics, Yardstick
 from rowprop.oracle.results import Verification
 from sentences import refused
 from untouched import untouched
@@ -614,3 +615,24 @@ def test_gradients_that_stay_zero_are_counted_and_told():
     assert result.status == "exact" and "is exact: 1 of 6 parameters within" in result.verdict
     assert "The gradients of 5 of 6 parameters are zero on these rows" in result.verdict
     assert "verify another batch, or the model after some training" in result.verdict
+
+
+class EvaluatedNorms(TorchDispatchMode):
+    """Notes the saved statistics that BatchNorm's backward gets in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_batch_norm_backward.default and not args[7]:
+            self.saved += args[5:7]
+        return func(*args, **(kwargs or {}))
+
+
+def test_constant_statistics_come_as_saved_ones_too():
+    # CUDA's kernel ends in an assertion without them ("save_mean should always be defined").
+    x, norm = torch.randn(6, 3, requires_grad=True), nn.BatchNorm1d(3)
+    with EvaluatedNorms() as seen, ConstantStatistics() as constant:
+        norm(x).square().sum().backward()
+    assert constant.calls == 1 and len(seen.saved) == 2 and None not in seen.saved

@@ -163,10 +163,11 @@ class RowSet:
         """Compute something that follows from the index, once for each stream."""
         key = (make.__name__, *about, self.stream)
         try:
-            hash(key)
+            known = key in self._derived
         except TypeError:  # a size that is a symbol has no hash
             key = tuple(map(str, key))
-        if key not in self._derived:
+            known = key in self._derived
+        if not known:
             self._derived[key] = make(*about)
         return self._derived[key]
 

@@ -378,7 +378,7 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
 
 
 def _selected(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
-    """``index_select``, which CUDA has a kernel of its own for up to 16 entries, four times slower than indexing."""
+    """As ``index_select``, whose kernel of CUDA for up to 16 entries is four times slower than indexing."""
     kept = index.numel()
     if tensor.is_cuda and type(kept) is int and kept <= 16:
         return torch.ops.aten.index.Tensor(tensor, [None] * dim + [index])
