@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -468,6 +469,23 @@ def test_a_traced_graph_keeps_its_layout_and_divides_its_sums(monkeypatch):
     assert isinstance(inputs[-1].meta["val"], torch.SymInt)  # K, by which CUDA graphs are kept
     stored = [node for node in nodes if "force_stride_order" in str(node.target)]
     assert len(stored) == len(model.norms) and len(sums) > 12
+
+
+SUMS = [([0], False), ([0], True), ([0, 2], False), ([-1, 0], True), ([1], False), ([], False)]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(("dims", "keepdim"), SUMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sum_in_two_is_the_sum(dims, keepdim, merged, dtype):
+    # Red when: a dimension is kept or left that should not be, or what is added up is rounded between the two.
+    aten, shape = torch.ops.aten.sum.dim_IntList, (N * 7, 5, 3) if merged else (N, 5, 3)
+    x = torch.randn(N, *([7] * merged), 5, 3).to(dtype)
+    total = lambda x: aten(x.reshape(-1, 5, 3), dims, keepdim)  # noqa: E731
+    graph = make_fx(total, decomposition_table={aten: lowering._summed}, tracing_mode="symbolic")(x)
+    assert any(node.target is aten for node in graph.graph.nodes)
+    expected = x.reshape(shape).double().sum(dims, keepdim).to(dtype)
+    torch.testing.assert_close(graph(x), expected, rtol=1e-12 if dtype == torch.float64 else 2**-7, atol=1e-12)
 
 
 def test_a_mode_of_torch_compile_holds_for_every_backward_and_changes_no_gradient(monkeypatch):

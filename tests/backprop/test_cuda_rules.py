@@ -339,7 +339,7 @@ def test_attention_below_a_class_token_keeps_to_one_plan(monkeypatch: pytest.Mon
     cudnn_attention = aten._scaled_dot_product_cudnn_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     torch.manual_seed(0)
-    model, batch, losses_of = gpu_models.vit(N, 32, 64, 3)
+    model, batch, losses_of = gpu_models.vit(N, 32, 128, 3)  # two heads
     model, batch = model.double(), (batch[0].double(), batch[1])
     report = assert_same_gradients(lambda: losses_of(model, batch), list(model.parameters()), TWO)
     assert not report.densified
