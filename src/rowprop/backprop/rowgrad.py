@@ -41,8 +41,8 @@ class RowGrad(Tensor):
         """Wrap ``sliced``."""
         source: Any = sliced.values if type(sliced) is RowSlice else sliced
         strides = None
-        if sliced.memory_format is not None:  # the strides of the dense gradient follow from it
-            strides = torch.empty(sliced.shape, device="meta", memory_format=sliced.memory_format).stride()
+        if sliced.order is not None:  # the strides of the dense gradient follow from it
+            strides = cast(RowSlice, sliced).zeros(sliced.shape, sliced.order, device="meta").stride()
         self = _make(cls, sliced.shape, strides=strides, dtype=source.dtype, device=source.device)
         self.sliced = sliced
         if sliced.rows.streams is not None:

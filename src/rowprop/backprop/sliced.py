@@ -20,7 +20,7 @@ from rowprop.backprop.watch import note_densified
 class RowSlice:
     """The operand of a rule: the ``values`` of K rows, and the ``layout`` of these rows in the full ``shape``."""
 
-    __slots__ = ("dim", "layout", "memory_format", "ndim", "order", "rows", "shape", "values")
+    __slots__ = ("dim", "layout", "ndim", "order", "rows", "shape", "values")
 
     def __init__(self, values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int]) -> None:
         self.values = values
@@ -29,8 +29,7 @@ class RowSlice:
         self.shape = tuple(shape)
         self.dim = layout.dim  # the dimension that the rows lie in
         self.ndim = len(self.shape)
-        self.memory_format: torch.memory_format | None = None  # channels-last, if a formula asked for it
-        self.order: list[int] | None = None  # of the dimensions of dense() in memory, if a kernel asked for one
+        self.order: list[int] | None = None  # of dense() in memory, the slowest dimension first, if it was asked for
 
     def take(self, tensor: Tensor, dim: int | None = None) -> Tensor:
         """The kept rows of a full-size plain tensor; its rows lie in ``dim`` (default: as in this gradient)."""
@@ -170,15 +169,13 @@ class RowSlice:
             indices[place] = torch.searchsorted(coarse.index, larger)
         small = _resized(self.layout, place, coarse.kept)
         layout = Layout(part.dim, part.size, part.outer, part.inner)
-        out = self._zeros(layout.kept_shape(self.shape, coarse.kept), self.in_memory())
+        out = self.zeros(layout.kept_shape(self.shape, coarse.kept), self.in_memory())
         index = joined(indices, small.sizes)
         return RowSlice(scatter_add(out, self.values, index, small, parts=indices), coarse, layout, self.shape)
 
     def dense(self) -> Tensor:
         """Scatter into zeros; repeated rows add up."""
-        zeros = self.values.new_zeros(self.shape) if self.order is None else self._zeros(self.shape, self.order)
-        format = self.memory_format
-        return self.add_into(zeros if format is None else zeros.contiguous(memory_format=format))
+        return self.add_into(self.zeros(self.shape, self.order))
 
     def in_memory(self, steps: Sequence[int] | None = None) -> list[int]:
         """The dimensions from the slowest in memory on: of the values, and where several hold rows, by ``steps``."""
@@ -187,9 +184,12 @@ class RowSlice:
         own = [self.values.stride(self.dim if d in among else d) for d in range(self.ndim)]
         return sorted(range(self.ndim), key=lambda d: (-own[d], among.get(d, 0)))
 
-    def _zeros(self, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+    def zeros(self, shape: Sequence[int], order: Sequence[int] | None, **options: Any) -> Tensor:
+        """Zeros of this gradient's dtype; ``order`` is that of the dimensions in memory."""
+        if order is None:
+            return self.values.new_zeros(shape, **options)
         inverse = sorted(range(self.ndim), key=order.__getitem__)
-        return self.values.new_zeros([shape[d] for d in order]).permute(inverse)
+        return self.values.new_zeros([shape[d] for d in order], **options).permute(inverse)
 
     def add_into(self, out: Tensor, alpha: Any = 1) -> Tensor:
         """Add the kept rows to a full-size plain tensor, in place."""
@@ -201,7 +201,7 @@ class Zeros:
     """A full-size tensor of zeros, made from a gradient sliced over ``rows``, without memory until it is written to."""
 
     __slots__ = ("device", "dtype", "rows", "shape", "written")
-    memory_format = None
+    order = None
 
     def __init__(
         self,

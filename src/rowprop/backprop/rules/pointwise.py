@@ -274,6 +274,6 @@ def clone(op: Any, g: RowSlice, *, memory_format: torch.memory_format | None = N
         return g.like(g.values.clone(memory_format=torch.contiguous_format))
     if memory_format in (torch.channels_last, torch.channels_last_3d):
         out = g.like(g.values.contiguous(memory_format=memory_format))
-        out.memory_format = memory_format  # a kernel may need all rows in this order
+        out.order = [0, *range(2, g.ndim), 1]  # a kernel may need all rows so in memory
         return out
     return g.dense()

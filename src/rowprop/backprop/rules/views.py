@@ -99,7 +99,7 @@ def complex_view(op: Any, g: RowSlice) -> Any:
 @rule("as_strided", fills_zeros=True, positions=True)
 def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """A view given by strides: a reshape, or the same part of each row, as in a view that is written to in place."""
-    if type(g) is RowSlice and g.memory_format is not None:
+    if type(g) is RowSlice and g.order is not None:
         return Densify("the strides are those of a channels-last gradient")
     if not offset and prod(size) == prod(g.shape) and is_contiguous(size, stride):
         return g.view(size) if type(g) is Zeros else view(op, g, size)
