@@ -1,13 +1,15 @@
-"""What tests in several files need: one thread, a browser."""
+"""What tests in several files need: the same random numbers, one thread, a browser."""
 
 from __future__ import annotations
 
 import gc
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,10 +48,12 @@ def engine(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def seeded() -> None:
-    """This test draws the same numbers each time."""
+    """A test draws the same numbers each time, whichever ran before it."""
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 @pytest.fixture

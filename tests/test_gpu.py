@@ -55,9 +55,8 @@ Shapes = list[tuple[int, ...]]
 
 
 @pytest.fixture(autouse=True)
-def seeded_and_in_full_precision() -> Generator[None]:
+def in_full_precision() -> Generator[None]:
     """No TF32: it rounds differently at other batch sizes."""
-    torch.manual_seed(0)
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield

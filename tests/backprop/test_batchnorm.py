@@ -71,7 +71,6 @@ def test_few_rows_have_the_gradient_of_plain_indexing(kept: int):
 )
 # Red: the positions of a row do not count, or only those of 2d; 15 rows are enough where positions are many.
 def test_each_side_of_the_border(shape: tuple[int, ...], border: int):
-    torch.manual_seed(0)
     x, weight = torch.randn(N, *shape, dtype=torch.float64), torch.randn(N, *shape, dtype=torch.float64)
 
     def model(x: Tensor) -> Tensor:

@@ -121,7 +121,6 @@ def test_emulated_kernels_refuse_what_cudas_refuse(what: str):
 @pytest.mark.parametrize("name", ["lstm", "lstm_batch_first", "rnn", "rnn_batch_first"])
 # Red when: a gate's or a state's derivative is another one, or a sequence is taken for a batch.
 def test_the_recurrent_kernels_are_torchs_layers(name: str):
-    torch.manual_seed(0)
     case, first = CASES[name], "batch_first" in name
     rows = [torch.randn(N, *shape, dtype=torch.float64, requires_grad=True) for shape in case.rows]
     w = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in case.shared]

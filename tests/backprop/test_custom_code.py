@@ -34,8 +34,6 @@ from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
 from token_models import IDS, LABELS, LOSSES, Attention, Decoder, Step, assert_as_dense, attend, gradients_of
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 
 def scaled(**options: Any) -> Any:
     """A fresh function ``x * s`` with a row of ``s`` per row."""

@@ -216,7 +216,6 @@ def test_a_replay_has_the_gradient_of_plain_indexing_in_every_model_of_the_zoo(e
 def test_a_replay_of_tokens_has_the_gradient_of_plain_indexing_on_other_tokens(attends: bool):
     # Red when: places of tokens are read on the host, or those of the capture are kept. The CPU's attention would have
     # to count kept tokens, and densifies; CUDA's takes all of them.
-    torch.manual_seed(0)
     model, batch, index = Decoder(packed=True), tokens(), torch.tensor([3, 17, 18, 40])
     attention = attend if attends else lambda q, k, v: q * k.tanh() + v
 
@@ -304,7 +303,6 @@ def test_the_selectors_without_a_wait_can_be_captured_and_no_others(case):
 def test_an_op_that_would_have_to_look_densifies_in_a_capture():
     # The lengths of the kept rows are on the host. Red when: `look` goes on although nothing can be read: the replay
     # would have the lengths of the rows of the capture.
-    torch.manual_seed(0)
     logits, rows = torch.randn(7, N, 5, dtype=torch.float64, requires_grad=True), torch.tensor([0, 1, 2])
     targets, steps, lengths = torch.randint(1, 5, (N, 3)), [7, 6, 5, 4] * 3, [3, 2, 1] * 4
 

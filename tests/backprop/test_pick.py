@@ -26,8 +26,6 @@ from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.selection.base import Selection
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
 AS_TENSORS = [[3], [5, 0, 2], [2, 2, 7, 2], [-1, 0, -8], [4, 6, 5, 7, 0, 3, 1, 2], [*range(N)], [*range(N), 0, 1]]
 KINDS: dict[str, tuple[Any, Any]] = {  # rows, and what plain indexing takes in their place
     **{str(rows): (torch.tensor(rows), rows) for rows in AS_TENSORS},

@@ -79,7 +79,6 @@ MOST = [[0, 1, 2, 4, 5], [5, 3, 0, 2, 4], [3, 1, 1, 0, 3], [2, 2, 2, 2, 2], [-1,
 # around the rows, or the gradient upstream is then dense.
 @pytest.mark.usefixtures("as_accelerator")
 def test_upstream_of_an_op_at_full_size_unknown_rows_stay_sliced(name: str, rows: list[int]):
-    torch.manual_seed(0)
     make, op = MODELS[name]
     dtype = torch.float32 if name == "lstm" else torch.float64  # the fused layer has single precision only
     model, x, index = make().to(dtype), torch.randn(N, 5, 4, dtype=dtype), torch.tensor(rows)

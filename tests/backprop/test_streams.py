@@ -127,7 +127,6 @@ OF_TOKENS = [(name, torch.tensor([2, 17, 33])) for name in ("linear", "deep", "h
 def test_each_stream_that_reads_a_gradient_is_recorded(
     streams: Streams, shape: tuple[int, ...], name: str, rows: Tensor
 ):
-    torch.manual_seed(0)
     x, *weights = torch.randn(*shape, 4), *(nn.Parameter(torch.randn(4, 4)) for _ in range(3))
 
     def losses() -> Tensor:
@@ -147,7 +146,6 @@ def test_each_stream_that_reads_a_gradient_is_recorded(
 
 def test_the_union_of_two_picks_is_of_one_stream(streams: Streams):
     # Red when: the union that a node of one stream made is taken for a node of another, which nothing lets wait.
-    torch.manual_seed(0)
     x, *weights = torch.randn(N, 4), *(nn.Parameter(torch.randn(4, 4)) for _ in range(3))
 
     def loss(take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

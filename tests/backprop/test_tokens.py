@@ -528,7 +528,6 @@ def test_tokens_that_repeat_and_losses_that_have_time_in_front(attention: Attent
 # Red when: time in front is not followed through the projections and the heads; a product takes tokens that were
 # flattened as (T, N) for positions of two dimensions: it densifies, and attention is not cut.
 def test_torchs_own_module_of_attention(way: str, batch_first: bool, fused: bool):
-    torch.manual_seed(0)
     module, first = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first).double(), nn.Linear(WIDTH, WIDTH)
     x, parameters = randn(N, T, WIDTH), [*first.double().parameters(), *module.parameters()]
 
@@ -876,7 +875,6 @@ def test_a_head_of_one_by_one_convolutions_runs_at_the_kept_pixels(last: str, pi
 )  # fmt: skip
 def test_convolutions_between_pixels_take_whole_images(conv: nn.Module):
     # Red when: stride, padding or the kernel's size is not asked for.
-    torch.manual_seed(0)
     conv, x = conv.double(), torch.randn(6, 3, 8, 8).double()
 
     kept = torch.rand(conv(x).shape)[:, 0] < 0.1
@@ -885,7 +883,6 @@ def test_convolutions_between_pixels_take_whole_images(conv: nn.Module):
 
 def test_a_convolution_takes_whole_images_though_few_lines_of_them_are_kept():
     # Red when: the gradient is brought to whole lines of all images, of which fewer are kept, and then densifies.
-    torch.manual_seed(0)
     conv, x = nn.Conv2d(3, 4, 3, padding=1).double(), torch.randn(6, 3, 16, 8).double().requires_grad_()
     kept = torch.zeros(6, 16, 8, dtype=torch.bool)
     kept[:4, 5, :3] = True
@@ -895,7 +892,6 @@ def test_a_convolution_takes_whole_images_though_few_lines_of_them_are_kept():
 
 def test_attention_below_whole_sequences_is_not_cut_and_the_report_says_so():
     # Red when: tokens come back to whole sequences without a word.
-    torch.manual_seed(0)
     attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
     conv, x, kept = nn.Conv1d(8, 8, 3, padding=1).double(), randn(N, T, 8), torch.zeros(N, T, dtype=torch.bool)
     kept[:2, ::3] = True
@@ -907,7 +903,6 @@ def test_attention_below_whole_sequences_is_not_cut_and_the_report_says_so():
 def test_times_at_which_any_sequence_keeps_a_token_are_no_tokens_of_a_packed_row():
     # One batch whose heads are the sequences: the kept tokens' places in time become the rows. Red where keys are cut
     # at all other places.
-    torch.manual_seed(0)
     x, w = randn(3, 6, 4), randn(4, 4).requires_grad_()
     kept = torch.zeros(3, 6, dtype=torch.bool)
     kept[0, 1] = kept[1, 4] = kept[2, 1] = True
@@ -951,7 +946,6 @@ def test_one_packed_sequence_keeps_its_tokens_sliced(written: str):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_losses_with_classes_second_of_one_packed_row(shape: tuple[int, ...], smoothing: float):
     # Packed training has one row. Red with the refusal of a batch that is not the losses' first dimension put back.
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 6), nn.Linear(6, 7)).double()
     ids, labels, mask = torch.randint(20, shape), torch.randint(7, shape), torch.rand(shape) < 0.25
     labels.view(-1)[5], mask.view(-1)[:2], weight = -100, True, torch.rand(7, dtype=torch.float64)

@@ -28,7 +28,7 @@ from rowprop.errors import InvalidInput
 from untouched import untouched
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

@@ -329,7 +329,6 @@ def test_where_ranks_must_run_as_many_forwards_two_rows_are_always_scored(monkey
 
 def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
     # Red when: the step's update comes before the scorer's store, or ages the losses that the scorer has stored.
-    torch.manual_seed(0)
     model, history, seen = nn.Linear(3, 1), LossHistory(8), []
 
     def counted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -110,7 +110,6 @@ def standard_errors(draws: Tensor, truth: Tensor) -> float:
 def test_over_many_draws_pruning_and_picking_multiply_and_stay_without_bias():
     # Red when: the factor is left at 1 (the biased twins below), the same rows are drawn in every epoch, or the step
     # does not multiply the history's factors into the selection's weights.
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     data = torch.randn(40, 4).double(), torch.randn(40).double()
 

@@ -16,7 +16,7 @@ from rowprop.backprop.sliced import RowSlice
 from rowprop.thinning import squares
 from rowprop.thinning.drawn import Drawn, thinned
 
-pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 N = 9
 FEW, MANY = 5, 24

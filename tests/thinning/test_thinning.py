@@ -33,7 +33,7 @@ from rowprop.thinning.worth import Work
 from thinning_models import BATCHNORM, MODELS, ROWS, Residual, bisected, capped, compared, gradient, spread, step
 from zoo import Net
 
-pytestmark = pytest.mark.usefixtures("one_thread", "any_count", "seeded")
+pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
 
 
 def linears(count: int = 2, width: int = 4) -> nn.Sequential:

@@ -17,7 +17,7 @@ import rowprop
 from rowprop.backprop import backward
 from thinning_models import ROWS, Texts, compared, gradient, kept
 
-pytestmark = pytest.mark.usefixtures("one_thread", "any_count", "seeded")
+pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
 DRAWS = 60
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
 HALF = dict.fromkeys(BLOCKS, 0.5)

@@ -158,7 +158,6 @@ def normed() -> nn.Module:
 @pytest.mark.parametrize("keep", [0.1, 0.5], ids=["of some rows", "of every row"])
 def test_a_batch_norm_over_tokens_takes_all_rows(keep: float):
     # Its statistics mix all tokens of the batch. Red without the division by p.
-    torch.manual_seed(0)
     model, x = nn.Sequential(normed(), normed()).double(), inputs()
     scale = torch.linspace(0.1, 2, TOKENS, dtype=torch.float64)
 

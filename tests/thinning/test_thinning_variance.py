@@ -23,7 +23,7 @@ from rowprop.thinning.worth import Worth
 from thinning_models import MODELS, ROWS, Checkpointed, capped, gradient, of_blocks, prepared, resumed, spread
 from zoo import Net
 
-pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn", "seeded")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
 DRAWS = 120
 
 

@@ -20,7 +20,7 @@ from rowprop.thinning.worth import COSTS, Costs, Work, Worth, cheapest, work_bel
 from thinning_models import Checkpointed, Residual, gradient, layers, of_blocks, resumed
 from zoo import seq
 
-pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 16
 NOTHING = Costs(0, 0, 0, 0)
 WORK = 3 * 2 * 2 * (2 * ROWS * 4 * 4)  # of three residual blocks: two layers each, of which each has two products
