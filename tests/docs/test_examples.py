@@ -182,7 +182,6 @@ def test_the_examples_stop_at_a_gradient_that_is_nan():
 def test_nonzero_triplets_have_all_of_the_gradient():
     # Red when: the picked rows are averaged over their own number; rows are chosen by a threshold above zero.
     triplet = example("triplet")
-    torch.manual_seed(0)
     model = triplet.make_model(channels=4).double()
     data = load_data("digits", train_rows=300)
     triplets = triplet.draw(data, 24, torch.Generator().manual_seed(0)).double()
@@ -203,7 +202,6 @@ def test_live_answers_have_all_of_the_gradient(kind, drift):
     # Red when: rows are chosen by their loss, which clipped ones have too; an answer is dropped for one clipped token;
     # the side on which a ratio is clipped does not depend on the sign of the advantage.
     grpo = example("grpo")
-    torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     policy = grpo.Policy(width=16, layers=1).double()
     batch, rewards = grpo.rollout(policy, grpo.prompts(4, generator), generator)
@@ -244,7 +242,6 @@ def test_rewards_are_for_sorted_answers_and_equal_groups_have_no_advantage():
 def test_three_ways_of_mining_regions_have_one_gradient():
     # Red when: the hardest are taken over all images together; a region is looked for in another image.
     ohem = example("detection_ohem")
-    torch.manual_seed(0)
     data = load_data("digits", train_rows=100)
     model = ohem.Detector(channels=4, width=16).double()
     canvases, boxes, classes, targets = ohem.make_batch(data.train_x, data.train_y, 3, torch.Generator().manual_seed(0))
@@ -294,7 +291,6 @@ def test_regions_are_labelled_by_the_digit_they_cover():
 def test_the_hardest_quarter_of_the_pixels_has_all_of_the_gradient():
     # Red when: pixels are chosen of each image alone; a quarter of the images is; the head's backward runs for all.
     ohem = example("segmentation_ohem")
-    torch.manual_seed(0)
     model = ohem.Segmenter(channels=4, width=16).double()
     canvases = torch.randn(3, 1, 12, 12, dtype=torch.float64) * torch.tensor([0.1, 1.0, 3.0])[:, None, None, None]
     classes = torch.randint(3, (3, 12, 12))
@@ -328,7 +324,6 @@ def test_pixels_are_labelled_by_the_ink_that_they_show():
 def test_answers_alone_make_the_loss_of_fine_tuning():
     # Red when: labels are not shifted, a prompt's or a padded token's label counts, or the mean is over all tokens.
     sft = example("sft_head")
-    torch.manual_seed(0)
     model = sft.Decoder(vocabulary=40, width=64, depth=2).double()
     ids, labels = sft.conversations(4, 20, 40, 0.3, torch.Generator().manual_seed(0))
     assert [int((row != sft.IGNORED).sum()) for row in labels] == [3, 9, 3, 8]  # one token of the last is padding

@@ -27,7 +27,6 @@ ROWS, TOKENS = 16, 6
 @pytest.fixture(autouse=True)
 def _small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "A_DRAW", {"cpu": 0})
-    torch.manual_seed(0)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
