@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ import rowprop
 from bench_plan import bars
 from rowprop.app.cli import app
 from rowprop.cost.flops import count_flops
-from rowprop.cost.measure import Timing
+from rowprop.cost.measure import Timing, measure
 from rowprop.cost.plan import Cost, Measurement, PlainStep, _levelled, _measured, line, make_plan, plan, second_forward
 from rowprop.engines import policies_on
 from rowprop.errors import InvalidInput
@@ -382,6 +383,20 @@ def test_on_an_accelerator_every_k_warms_up_however_long_a_step_takes(monkeypatc
         options = {"rounds": 1, "seconds": 1e-9, "begun_s": 0.0, "tell": print}
         _measured(print, {key: print}, [[key]], [torch.device(device)], **options)
     assert warmups == [0, 0, 0, 1]  # for each device: the plain step by itself, then the rounds
+
+
+def test_it_says_that_a_device_waits_for_the_calls_of_sliced(monkeypatch):
+    # Red when another way's wait is told, or that at another keep.
+    def measured(routines, **options):
+        timings = measure(routines, **options)
+        return {key: replace(t, host_s=9.0 if key in waiting else 0.0) for key, t in timings.items()}
+
+    monkeypatch.setattr("rowprop.cost.plan.measure", measured)
+    for key, told in ((("sliced", 0.25), True), (("sliced", 0.5), False), (("recompute", 0.25), False)):
+        waiting = {key}
+        result = plan(conv(), BATCH, losses_of, keep=[0.25, 0.5], rounds=1)
+        assert {(way.engine, way.keep) for way in result.ways if way.waits} == {key}
+        assert ("in sliced the device waits for Python" in result.reason) == told
 
 
 X = torch.randn(16, 3)

@@ -55,6 +55,19 @@ def test_queued_work_is_charged_to_the_phase_that_queued_it(alone: bool, device:
     assert list(phases_s) == ["forward", "backward"]
 
 
+@pytest.mark.parametrize(("launch_s", "work_s"), [(0.001, 0.040), (0.040, 0.001), (0.040, 0.0)])
+def test_a_device_that_waits_for_its_calls_is_told(launch_s: float, work_s: float, device: Accelerator):
+    # Red when the host's seconds hold its wait for the device at the end, or the work before the clock began.
+    for where in (WORKS_ON, torch.device("cpu")):
+        clock = Clock([where])
+        for phase in ("forward", "backward"):
+            device.launch(work_s, launch_s)
+            clock.done(phase)
+        timing = Timing((clock.phases_s(),), 0, clock.host_s)
+        assert clock.host_s == pytest.approx(2 * launch_s * (where == WORKS_ON))
+        assert timing.waits == (where == WORKS_ON and launch_s > work_s)
+
+
 def test_a_timed_block_takes_the_work_that_it_queued_and_none_from_before(device: Accelerator):
     # Red when the queue is not empty at the block's start, or still full at its end.
     seconds = {"forward": 1.0}
@@ -93,9 +106,9 @@ def test_rounds_are_interleaved_and_their_order_turns():
 def test_the_seconds_of_the_clock_are_summed_up_without_the_warm_up():
     told = [{"f": 100.0, "b": 900.0}, *({"f": float(i), "b": 3.0 * i} for i in (5, 1, 4, 2, 9))]
     clock = Mock()  # makes a clock that tells these seconds, one run after the other
-    clock.return_value.phases_s.side_effect = told
+    clock.return_value.phases_s.side_effect, clock.return_value.host_s = told, 1.0
     timing = measure({"step": lambda done: None}, rounds=5, warmup=1, clock=clock)["step"]
-    assert timing.phases == ("f", "b")
+    assert (timing.phases, timing.host_s) == (("f", "b"), 1.0)
     assert (timing.each_s("f"), timing.each_s()) == ([5, 1, 4, 2, 9], [20, 4, 16, 8, 36])
     q1, median, q3 = np.quantile([20, 4, 16, 8, 36], [0.25, 0.5, 0.75])
     assert timing.spread() == Spread(q1, median, q3)

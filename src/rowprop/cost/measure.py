@@ -39,13 +39,17 @@ class Clock:
         self._accelerators = accelerators(devices)
         self._device = self._accelerators[0] if len(self._accelerators) == 1 else torch.device("cpu")
         self._marks: list[tuple[str, Any]] = []
+        self.host_s = 0.0  # until the last phase's calls had returned; 0 by the wall clock, which waits for their work
         self._wait()
+        self._begun_s = time.perf_counter()
         self.done("")
 
     def done(self, phase: str) -> None:
         """Mark the end of ``phase``."""
         if self._device.type == "cpu":
             self._wait()
+        else:
+            self.host_s = time.perf_counter() - self._begun_s
         self._marks.append((phase, mark(self._device)))
 
     def phases_s(self) -> dict[str, float]:
@@ -87,11 +91,13 @@ class Timing:
     """Repeated runs of one routine: by round its seconds by phase, and its peak of memory.
 
     ``peak_bytes`` is the most that one run held at once beyond the memory held before it: the accelerators', else the
-    CPU's, by torch's allocator, past which oneDNN takes more.
+    CPU's, by torch's allocator, past which oneDNN takes more. ``host_s`` is the median of the seconds until the calls
+    had returned, on one accelerator, else 0.
     """
 
     rounds: tuple[dict[str, float], ...]
     peak_bytes: int
+    host_s: float = 0.0
 
     def __repr__(self) -> str:
         phases = ", ".join(f"{phase} {1000 * self.spread(phase).median:.3g} ms" for phase in self.phases)
@@ -109,6 +115,11 @@ class Timing:
     def spread(self, *phases: str) -> Spread:
         """Median and quartiles of :meth:`each_s`."""
         return Spread.of(self.each_s(*phases))
+
+    @property
+    def waits(self) -> bool:
+        """Whether the device waited for the host, whose calls took as long as the work."""
+        return self.host_s > 0.95 * self.spread().median
 
     def to_dict(self) -> dict[str, Any]:
         """The figures in a form that JSON holds."""
@@ -150,6 +161,7 @@ def measure(
         )
     devices, names = list(devices), list(routines)
     taken: dict[Name, list[dict[str, float]]] = {name: [] for name in names}
+    hosts_s: dict[Name, list[float]] = {name: [] for name in names}
     begun_s, runs = time.perf_counter(), itertools.count()
 
     def tell(line: str) -> None:
@@ -163,6 +175,7 @@ def measure(
             running = clock(devices)
             routines[name](running.done)
             taken[name].append(running.phases_s())
+            hosts_s[name].append(running.host_s)
 
     for number in range(warmup):
         one_round(number, "warming up")
@@ -177,7 +190,8 @@ def measure(
             break
         one_round(warmup + number, f"round {number + 1} of at most {rounds}")
         longest_s = max(longest_s, time.perf_counter() - round_begun_s)
-    return {name: Timing(tuple(taken[name][warmup:]), peaks[name]) for name in names}
+    middles_s = {name: statistics.median(hosts_s[name][warmup:]) for name in names}
+    return {name: Timing(tuple(taken[name][warmup:]), peaks[name], middles_s[name]) for name in names}
 
 
 def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int:

@@ -265,7 +265,9 @@ def _fitted(
     step = ("score", "forward", "select", "backward")  # without the update, which is the same for all
     full_s, *spreads = _levelled([timing.each_s(*step) for timing in (plain, *timings.values())])
     points = {
-        (engine, k): Measurement(round(k * n) if k in anchors else count_kept(k, n), s.median, timing.peak_bytes)
+        (engine, k): Measurement(
+            round(k * n) if k in anchors else count_kept(k, n), s.median, timing.peak_bytes, timing.waits
+        )
         for ((engine, k), timing), s in zip(timings.items(), spreads, strict=True)
     }
     lines = grouped((key for key in points if key[1] in anchors), lambda key: key[0])
@@ -297,11 +299,12 @@ def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A step that kept ``kept`` rows: its seconds without the optimizer's update, and its peak of memory."""
+    """A step that kept ``kept`` rows: its seconds without the update, its peak of memory, if the device waited."""
 
     kept: int
     seconds: float
     peak_bytes: int = 0
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -383,6 +386,7 @@ class Way:
         peak_bytes: The most that the step holds at once beyond the memory held before it.
         gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm may be projected over
             the kept rows; or, never chosen, ``"another"``, or for ``"thinned"`` ``"in expectation"`` that of all rows.
+        waits: Whether an accelerator waited for Python, whose calls took as long as the measured step.
     """
 
     engine: str
@@ -395,6 +399,7 @@ class Way:
     limit: float
     peak_bytes: int
     gradient: str
+    waits: bool = False
 
     @property
     def eligible(self) -> bool:
@@ -517,6 +522,7 @@ def make_plan(
             ratio=step_s / plain.whole_s, limit=plain.limit(kept / num_rows),
             peak_bytes=cost.peak_bytes(kept) if point is None else point.peak_bytes,
             gradient=gradients.get(cost.engine, (EXPECTED if cost.engine == THINNED else SAME, ""))[0],
+            waits=point is not None and point.waits,
         )  # fmt: skip
         ways.append(way)
     able = [way for way in ways if way.eligible]
@@ -561,6 +567,8 @@ def _clauses(plan: Plan) -> Iterator[str]:
     for way in sorted(here, key=lambda way: (not way.eligible, way.step_s)):
         remark = "" if way.eligible else f" and is not chosen: {plan.notes.get(way.engine, IN_EXPECTATION)}"
         yield f"{way.engine} takes {milliseconds(way.step_s)}{remark}"
+    if any(way.waits for way in (choice, *here) if way.engine == "sliced"):
+        yield "in sliced the device waits for Python: compile the model (docs/compile.md)"
     engines = {way.engine for way in plan.ways}
     yield from (f"{engine} left out: {why}" for engine, why in plan.notes.items() if engine not in engines)
     if choice.gradient == BY_POLICY:

@@ -165,7 +165,8 @@ def _selective(
         return selection
 
     engine = sliced if variant.engine == "sliced" else variant.engine
-    step = SelectiveBackprop(model, losses_fn, select, engine=engine, unit=unit)
+    # Not "error", for which the host waits in each step until the device has come to the losses.
+    step = SelectiveBackprop(model, losses_fn, select, engine=engine, unit=unit, nonfinite="keep")
 
     def loss_of(batch: Any, running: Done) -> Tensor:
         nonlocal done
