@@ -31,6 +31,7 @@ from accelerator import Moving
 from rowprop import host
 from rowprop.backprop.compiled import backend
 from rowprop.backprop.watch import Report
+from rowprop.cost.profile import profile
 from zoo import Net
 
 DEVICE = os.environ.get("ROWPROP_GPU_TESTS_ON", "cuda")
@@ -883,3 +884,17 @@ def test_a_selection_of_ones_own_is_checked_without_waiting():
     if ON_GPU:
         torch.cuda.synchronize()  # a failed assertion of the device would be told here
     assert selection.num_kept == 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_plan_and_profile_tell_large_products_from_small_ones(waits: bool):
+    # Red when: an op's time is not its kernels', or the host's time that of the device.
+    width, rows, layers = (8, 8, 64) if waits else (4096, 8192, 4) if ON_GPU else (128, 256, 4)
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)]).to(DEVICE)
+    subject = model, torch.randn(rows, width, device=DEVICE), lambda model, x: model(x).square().mean(1)
+    planned = rowprop.plan(*subject, keep=0.25, rounds=3)
+    assert {way.waits for way in planned.ways if way.engine == "sliced"} == {waits and ON_GPU}, planned
+    assert all(way.step_s > 0 and way.peak_bytes > 0 for way in planned.ways)
+    found = profile(*subject, rounds=3)
+    assert found.device == (f"{DEVICE}:0" if ON_GPU else "cpu")
+    assert waits or (found.ops[0].name == "mm" and found.ops[0].share > 0.5 * ON_GPU), found.ops[:3]
