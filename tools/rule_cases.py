@@ -293,7 +293,7 @@ cases("""
     masked_scatter_time_first: turned(lambda y: y.exp().masked_scatter(spots.t()[..., None], (x @ w43[:3]).tanh()), x)
 """)
 # Bags of embeddings. Red when: the places of a kept bag's indices start at another bag's offset, or the weights of a
-# kept bag's indices are taken by bag. One bag is empty.
+# kept bag's indices are taken by bag. One bag is empty, and once all of them.
 bag_ids, many_ids = torch.arange(12) % 7, torch.arange(4 * N).view(-1, 2) % 7
 bag_starts, bag_ends = torch.tensor([0, 2, 2, 3, 7, 8]), torch.tensor([0, 2, 2, 3, 7, 8, 12])
 for mode in ("sum", "mean", "max"):
@@ -318,6 +318,8 @@ def weighted_bags(x: Tensor, starts: Tensor, **options: object) -> Tensor:
 
 
 case("embag_weights", (N, 2), lambda x: weighted_bags(x, bag_starts, padding_idx=3), (emb,))
+case("embag_weights_none", (N, 0), lambda x: F.embedding_bag(x.flatten().long(), emb, bag_starts * 0, mode="sum",
+     per_sample_weights=x.flatten()), (emb,))  # fmt: skip
 case("embag_weights_last", (N, 2), lambda x: weighted_bags(x, bag_ends, include_last_offset=True), (emb,))
 numbered = torch.arange(12).double()
 case("embag_sum_last", (N, 1), lambda x: weighted_bags(numbered, bag_ends, include_last_offset=True) * x, (emb,))
