@@ -97,6 +97,13 @@ def turned(f: Function, x: Tensor) -> Tensor:
     return f(x.transpose(0, 1)).transpose(0, 1)
 
 
+def leaky(x: Tensor) -> Tensor:
+    """A layer whose result, a view of lines (N * time, ...), is written to at single entries."""
+    x = F.linear(x, w43[:3], w43[3])
+    x[x < 0] *= 0.1
+    return x
+
+
 for d, groups in product((1, 2, 3), (1, 2)):
     weight, bias, back = param(4, 4 // groups, *[3] * d), param(4), param(4, 2, *[3] * d)
     conv = partial(getattr(F, f"conv{d}d"), weight=weight, bias=bias, padding=2, dilation=2, groups=groups)
@@ -289,6 +296,7 @@ cases("""
     mask_set_zero: (x * 2).index_put((spots,), x[0, 0])
 (N, 4, 3) mask_set: (x * 2).index_put((spots,), (x[spots] @ w43[:3]).tanh())
     mask_set_time_first: turned(lambda x: (x * 2).index_put((spots.t(),), x[spots.t()].exp()), x)
+    mask_entries: leaky(x)
     masked_scatter_images: x.exp().masked_scatter(spots.unsqueeze(-1).expand(N, 4, 3), (x @ w43[:3]).tanh())
     masked_scatter_time_first: turned(lambda y: y.exp().masked_scatter(spots.t()[..., None], (x @ w43[:3]).tanh()), x)
 """)
