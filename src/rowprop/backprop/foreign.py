@@ -103,7 +103,6 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     """
     held = running()
     with held.lock:
-        held.ends.append(rows.recent.clear)
         if start not in held.nodes:
             held.ends += _prepare(start, rows.num_rows, slices, held)
         if not slices:
