@@ -97,6 +97,13 @@ def turned(f: Function, x: Tensor) -> Tensor:
     return f(x.transpose(0, 1)).transpose(0, 1)
 
 
+def leaky(x: Tensor) -> Tensor:
+    """A layer whose result, a view of lines (N * time, ...), is written to at single entries."""
+    x = F.linear(x, w43[:3], w43[3])
+    x[x < 0] *= 0.1
+    return x
+
+
 for d, groups in product((1, 2, 3), (1, 2)):
     weight, bias, back = param(4, 4 // groups, *[3] * d), param(4), param(4, 2, *[3] * d)
     conv = partial(getattr(F, f"conv{d}d"), weight=weight, bias=bias, padding=2, dilation=2, groups=groups)
@@ -289,11 +296,12 @@ cases("""
     mask_set_zero: (x * 2).index_put((spots,), x[0, 0])
 (N, 4, 3) mask_set: (x * 2).index_put((spots,), (x[spots] @ w43[:3]).tanh())
     mask_set_time_first: turned(lambda x: (x * 2).index_put((spots.t(),), x[spots.t()].exp()), x)
+    mask_entries: leaky(x)
     masked_scatter_images: x.exp().masked_scatter(spots.unsqueeze(-1).expand(N, 4, 3), (x @ w43[:3]).tanh())
     masked_scatter_time_first: turned(lambda y: y.exp().masked_scatter(spots.t()[..., None], (x @ w43[:3]).tanh()), x)
 """)
 # Bags of embeddings. Red when: the places of a kept bag's indices start at another bag's offset, or the weights of a
-# kept bag's indices are taken by bag. One bag is empty.
+# kept bag's indices are taken by bag. One bag is empty, and once all of them.
 bag_ids, many_ids = torch.arange(12) % 7, torch.arange(4 * N).view(-1, 2) % 7
 bag_starts, bag_ends = torch.tensor([0, 2, 2, 3, 7, 8]), torch.tensor([0, 2, 2, 3, 7, 8, 12])
 for mode in ("sum", "mean", "max"):
@@ -318,6 +326,8 @@ def weighted_bags(x: Tensor, starts: Tensor, **options: object) -> Tensor:
 
 
 case("embag_weights", (N, 2), lambda x: weighted_bags(x, bag_starts, padding_idx=3), (emb,))
+case("embag_weights_none", (N, 0), lambda x: F.embedding_bag(x.flatten().long(), emb, bag_starts * 0, mode="sum",
+     per_sample_weights=x.flatten()), (emb,))  # fmt: skip
 case("embag_weights_last", (N, 2), lambda x: weighted_bags(x, bag_ends, include_last_offset=True), (emb,))
 numbered = torch.arange(12).double()
 case("embag_sum_last", (N, 1), lambda x: weighted_bags(numbered, bag_ends, include_last_offset=True) * x, (emb,))

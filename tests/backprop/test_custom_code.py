@@ -309,6 +309,28 @@ def test_a_declared_function_may_write_to_its_gradient():
     assert report.sliced["Saving"] == 1 and not report.densified
 
 
+class Unused(torch.autograd.Function):
+    """The second output is never used."""
+
+    @staticmethod
+    def forward(ctx, x, s):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.sin(), x * s
+
+    @staticmethod
+    def backward(ctx, g, unused):
+        return g * ctx.saved_tensors[0].cos(), unused
+
+
+def test_a_declared_function_may_take_none_for_an_output_without_a_gradient():
+    # Red when: zeros come in its place, and a parameter that was not used gets them as its gradient.
+    x, w, v = net()
+    scale, function = weight(N, 4), declared(Unused, **PLAIN)
+    report = assert_same_gradients(lambda: (function.apply(x @ w, scale * 1)[0] @ v).square().sum(1), [w, v, scale])
+    assert report.sliced["Unused"] == 1 and scale.grad is None
+
+
 def test_rows_in_another_dimension():
     x, w, v = torch.randn(3, N, 5, dtype=torch.float64), weight(5, 4), weight(4, 3)
     function = declared(scaled(), saved=1, grads=1, outputs=1)

@@ -37,7 +37,7 @@ in_place_rows in_place_of_time_first: as_strided; ln_over_batch: native_layer_no
 gn2d_over_batch_channels_last: native_group_norm_backward; max_pool_over_batch: max_pool2d_with_indices_backward
 avg_pool_over_batch avg_pool_over_lines: avg_pool2d_backward; upsample_batch: upsample_linear1d_backward
 conv_over_batch: convolution_backward; t_round t_sign t_trunc: tanh_backward; softmax_batch: _softmax_backward_data
-bn_train bn_train_rows_last: native_batch_norm_backward; bn_any: batch_norm_backward; catb fft: slice.Tensor
+bn_train bn_train_rows_last: native_batch_norm_backward; bn_any: batch_norm_backward; catb: slice.Tensor
 emb_freq emb_width: embedding_dense_backward; embag_freq embag_width: _embedding_bag_backward; gather_each: scatter_add
 index_add_one: squeeze.dim; scatter_partial scatter_reduce_each: add.Tensor gather; rot90_rows: rot90
 gather_partial: add.Tensor scatter_add; sortbatch: scatter.src; cumsumb cumprod_rows: cumsum; lcse: gt.Scalar log

@@ -457,6 +457,19 @@ def test_checkpoints(reentrant: bool):
         assert inside or cost < full
 
 
+def test_a_sparse_gradient_goes_on_as_it_is():
+    # Red when: its entries are looked at, for which there is no kernel.
+    model = Applied(lambda inner, x: x @ inner.weight, nn.Linear(CLASSES, WIDTH))
+
+    def loss() -> Tensor:
+        return torch.gather(model(X), 1, torch.zeros(3, 1, dtype=torch.int64), sparse_grad=True).sum()
+
+    with rowprop.find_zeros(model):
+        gradient(model, loss)
+    _, cost, full = skipped(model, loss)
+    assert cost == full
+
+
 def test_under_torch_func():
     model = mlp()
 

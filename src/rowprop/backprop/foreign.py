@@ -34,6 +34,7 @@ class _Override:
         self.rule = rule
         self.users = 0  # several picks in one backward, a backward inside another
         self.undefined: tuple[bool, ...] = ()
+        self.left_out: tuple[bool, ...] = ()  # those among them that the function did not have filled with zeros
         self.handle = node.register_prehook(self.note_undefined)  # before autograd puts zeros in
         node.apply = self
         if getattr(node._forward_cls, "boxed_grads_call", False):
@@ -53,6 +54,7 @@ class _Override:
         node: Any = self.node()
         backward = partial(cast(Any, type(node)).apply, node)
         if any(type(g) is RowGrad for g in grads):
+            self.left_out = tuple(g is None for g in grads)
             defined = [None if undefined else unwrap(g) for g, undefined in zip(grads, self.undefined, strict=True)]
             outcome = apply_rule(self.rule, node, [backward, *defined], {})
             name = node._forward_cls.__name__
@@ -103,7 +105,6 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     """
     held = running()
     with held.lock:
-        held.ends.append(rows.recent.clear)
         if start not in held.nodes:
             held.ends += _prepare(start, rows.num_rows, slices, held)
         if not slices:

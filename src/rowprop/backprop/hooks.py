@@ -28,7 +28,8 @@ def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layo
         return
 
     def hook(grad: Tensor | None) -> Tensor | None:
-        if grad is None:  # of several results of one function, this one is not used
+        # Of several results of one function this one is not used, or the gradient is sparse: it has few entries anyway.
+        if grad is None or grad.layout is not torch.strided:
             return None
         if torch.is_grad_enabled() or transformed(grad):  # create_graph=True: the exact gradient can be differentiated
             return None

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop.backward import outer
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.watch import note
 from rowprop.host import readable, waits
@@ -160,16 +161,18 @@ class RowSet:
         return torch.empty_like(order).scatter_(0, order, order[begins.cummax(0).values])
 
     def once(self, make: Callable[..., Any], *about: Any) -> Any:
-        """Compute something that follows from the index, once for each stream."""
+        """Compute something that follows from the index, once for each stream of a backward."""
         key = (make.__name__, *about, self.stream)
         try:
-            known = key in self._derived
+            found = self._derived.get(key)
         except TypeError:  # a size that is a symbol has no hash
             key = tuple(map(str, key))
-            known = key in self._derived
-        if not known:
-            self._derived[key] = make(*about)
-        return self._derived[key]
+            found = self._derived.get(key)
+        if found is None:
+            if not self._derived:  # rows and those derived from them hold each other
+                outer().ends.append(self._derived.clear)
+            found = self._derived[key] = make(*about)
+        return found
 
     @_once
     def indices(self, sizes: tuple[int, ...]) -> list[Tensor]:

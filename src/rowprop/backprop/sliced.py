@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.backward import unpacks
+from rowprop.backprop.backward import running, unpacks
 from rowprop.backprop.layout import Layout, Part, layout_as, pieces, view
 from rowprop.backprop.rows import Affine, NeedsAllRows, RowSet, check_readable, current_stream, joined, record, wait_for
 from rowprop.backprop.watch import note_densified
@@ -322,6 +322,8 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
             return result
     elif len(recent) > 1:
         del recent[next(iter(recent))]
+    elif not recent:
+        running().ends.append(recent.clear)
     result = gather_plain(tensor, rows.index, layout, parts)
     recent[key] = tensor, about, result
     return result

@@ -168,7 +168,7 @@ class _Seen:
 
     def _arrived(self, calls: list[_Call], output: int, grads: tuple[Tensor | None, ...]) -> None:
         grad = grads[output]
-        if grad is None or type(grad) is RowGrad:
+        if grad is None or type(grad) is RowGrad or grad.layout is not torch.strided:
             return
         self._pass().live.append((calls, live_entries(grad, range(2 if grad.ndim == 3 else 1))))
 

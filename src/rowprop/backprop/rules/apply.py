@@ -194,13 +194,13 @@ def _coarsen(value: Any, like: RowSlice) -> Any:
     if type(value) is not RowSlice or like.layout.minor or value.rows.num_rows == like.layout.num_rows:
         return value
     wanted = Part(like.dim, like.layout.num_rows, like.layout.outer, like.layout.inner)
-    if value.layout.plain and value.dim == like.dim and value.layout.size == like.layout.size:
+    if value.layout.parts[0] == Part(like.dim, like.layout.size):
         dim, inner = like.dim, like.layout.inner
-        behind = Part(dim, inner, like.layout.outer * wanted.size)
+        minor = Part(dim, inner, like.layout.outer * wanted.size), *value.layout.minor
         if like.layout.outer == 1:
-            split = Layout(dim, value.rows.num_rows, 1, inner, (behind,))
+            split = Layout(dim, value.rows.num_rows, 1, inner, minor)
         else:
-            split = Layout(dim, value.rows.num_rows, 1, wanted.size * inner, (wanted, behind))
+            split = Layout(dim, value.rows.num_rows, 1, wanted.size * inner, (wanted, *minor))
         value = RowSlice(value.values, value.rows, split, value.shape)
     parts = value.layout.parts
     return value.coarsened(parts.index(wanted)) if value.layout.minor and wanted in parts else value

@@ -99,13 +99,15 @@ def _place(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layout:
     return replace(layout, dim=dim, inner=layout.inner * each)
 
 
-def _values(node: Any, gradients: Sequence[Any], dims: Sequence[int | None], like: RowSlice) -> list[Tensor]:
-    """The gradients of the kept rows; zeros for an output without a gradient, as in autograd."""
-    values: list[Tensor] = []
-    for g, dim, meta in zip(gradients, dims, node._input_metadata, strict=True):
-        if g is None:
+def _values(node: Any, gradients: Sequence[Any], dims: Sequence[int | None], like: RowSlice) -> list[Tensor | None]:
+    """The gradients of the kept rows; for an output without a gradient zeros or None, as in autograd."""
+    values: list[Tensor | None] = []
+    for g, dim, meta, left_out in zip(gradients, dims, node._input_metadata, node.apply.left_out, strict=True):
+        if left_out:
+            values.append(None)
+        elif g is None:
             shape = tuple(meta.shape)
-            if dim is not None and shape:  # an output that is None has no shape
+            if dim is not None and shape:  # a number has no rows
                 shape = like.kept_shape(shape, _place(like.layout, shape, dim, like.layout.size))
             values.append(torch.zeros(shape, dtype=meta.dtype, device=meta.device))
         else:

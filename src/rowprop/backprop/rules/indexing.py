@@ -165,7 +165,7 @@ def _moved_rows(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int]
 
 def rows_at(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int], dim: int, *, unique: bool) -> Any:
     """``values`` as the rows ``index`` of a gradient; a plain tensor if they are as many as there are rows."""
-    if index.numel() == 0:  # one row of zeros, so that no kernel is given an empty batch
+    if index.numel() == 0 < shape[dim]:  # one row of zeros, so that no kernel is given an empty batch
         values, index = values.new_zeros([1 if d == dim else n for d, n in enumerate(shape)]), index.new_zeros(1)
     if index.numel() >= shape[dim]:
         return values.new_zeros(shape).index_add_(dim, index, values)

@@ -152,13 +152,19 @@ def _row_parts(size: Sequence[int], stride: Sequence[int], num_rows: int, per_ro
     return parts if parts and step == num_rows * per_row else None
 
 
-@rule("slice.Tensor", positions=True)
-def slice_(op: Any, g: RowSlice, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+@rule("slice.Tensor", positions=True, fills_zeros=True)
+def slice_(op: Any, g: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """Part of a dimension: where it holds rows, rows outside of the slice go on as zeros."""
-    dim, g = dim % g.ndim, _unplaced(g)
+    dim %= len(g.shape)
+    first, count = _taken(g.shape[dim], start, end, step)
+    if type(g) is Zeros:  # the gradient of a real Fourier transform is copied into half of them
+        strides = [prod(g.shape[d + 1 :]) for d in range(len(g.shape))]
+        size, offset = [*g.shape[:dim], count, *g.shape[dim + 1 :]], first * strides[dim]
+        strides[dim] *= step
+        return as_strided(op, g, size, strides, offset)
+    g = _unplaced(g)
     if not g.layout.holds(dim):
         return g.like(op(g.values, dim, start, end, step))
-    first, count = _taken(g.shape[dim], start, end, step)
     return g if count == g.shape[dim] else g.renumbered(dim, count, Affine(1, -first, step))
 
 
