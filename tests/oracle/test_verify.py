@@ -88,6 +88,19 @@ def test_a_wrong_rule_is_caught_and_the_parameters_named(monkeypatch: pytest.Mon
     assert "disagrees with the oracle in 2 of 4 parameters: worst 0." in result.verdict
 
 
+@pytest.mark.parametrize(("kind", "scale"), [(torch.float32, 1e-8), (torch.bfloat16, 1e-4)])
+def test_a_wrong_rule_is_caught_in_a_branch_that_begins_next_to_zero(kind, scale, monkeypatch: pytest.MonkeyPatch):
+    # As of blocks with LayerScale. Red when: a gradient far below the largest is measured against that one's size.
+    plant(monkeypatch, aten.threshold_backward.default, times(2))
+    model = nn.ModuleList([built(mlp), nn.Linear(4, 3)])
+
+    def residual(model: nn.ModuleList, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == torch.bfloat16):
+            return F.cross_entropy(model[1](batch[0]) + scale * model[0](batch[0]), batch[1], reduction="none")
+
+    assert disagreeing(verify(model, vectors(), residual)) == {"0.0.weight", "0.0.bias"}
+
+
 def test_a_gradient_that_is_not_finite_is_named_and_fits_into_json(monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch, aten.threshold_backward.default, times(math.inf))
     result = verify(built(mlp), vectors(), losses)

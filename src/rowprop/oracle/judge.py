@@ -22,7 +22,7 @@ from rowprop.state import evaluating
 # Largest relative error that is rounding, by the coarsest dtype that the backward computes in.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 TF32_TOLERANCE = TOLERANCES[torch.float16]  # TF32 has as many bits of mantissa
-NEXT_TO_NOTHING = 1e-2  # of the largest gradient: the errors of smaller ones are measured against so much
+NEXT_TO_NOTHING = 1e-2  # of the largest gradient: smaller ones that are rounding alone are measured against so much
 ROUNDING = 10  # times the oracle's own rounding error a parameter may be off, or the tolerance if that is larger
 
 
@@ -35,7 +35,7 @@ def usual_tolerance(dtype: torch.dtype, devices: set[torch.device]) -> float:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """How far a gradient may be from the oracle's: the tolerance, and the oracle's own rounding error by parameter."""
+    """How far a gradient may be from the oracle's: the tolerance, and by parameter the oracle's own rounding."""
 
     tolerance: float
     rounding: dict[str, float]
@@ -63,7 +63,7 @@ class Yardstick:
                 f"(tolerance {tolerance:.1e}), so there is nothing to compare with; use deterministic kernels, and a "
                 "losses_fn of the model, the batch and torch's random state alone."
             )
-        return cls(tolerance, {entry.name: entry.error for entry in errors})
+        return cls(tolerance, {entry.name: entry.error * entry.scale for entry in errors})
 
     def compare(self, conditions: str, oracle: Ran, found: Ran) -> Comparison:
         """Measure the error of each parameter that has a gradient in either."""
@@ -74,9 +74,11 @@ class Yardstick:
             other = found.grads[name]
             if grad is None and other is None:
                 continue
-            scale = max(sizes.get(name, 0.0), floor)
+            size, rounding = sizes.get(name, 0.0), self.rounding.get(name, 0.0)
+            sharp = name in self.rounding and 0 < size * self.tolerance >= rounding
+            scale = size if sharp else max(size, floor)
             error, problem = _error(grad, other, scale)
-            allowed = max(self.tolerance, ROUNDING * self.rounding.get(name, 0.0))
+            allowed = max(self.tolerance, ROUNDING * rounding / scale if scale else 0.0)
             errors.append(ParameterError(name, error, scale, allowed, problem))
         return Comparison(conditions, sorted(errors, key=lambda entry: (entry.agrees, -entry.error)))
 
