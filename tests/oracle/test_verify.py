@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import rowprop
 from model_cases import Sorting, losses, mlp, with_batchnorm, with_zero_head
 from rowprop import verify
+from rowprop.backprop.rules import norms
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import NO_RULE, RowSlice
 from rowprop.engines import Sliced
@@ -265,7 +266,7 @@ def test_batchnorms_approximation_is_measured_and_told_apart():
     assert result.status == "by design" and result.agrees
     assert f"has another gradient, by design, with a cosine of {result.cosine:.4f} to" in result.verdict
     assert "off in" in result.verdict and ": BatchNorm's gradient is projected over the kept rows" in result.verdict
-    conditions = ["BatchNorm's statistics held constant", "batchnorm='exact'"]
+    conditions = ["BatchNorm's statistics held constant", "batchnorm='exact'", "BatchNorm projected by its formula"]
     assert [c.conditions for c in result.comparisons[1:]] == conditions
     assert not result.comparisons[0].agrees and all(c.agrees for c in result.comparisons[1:])
 
@@ -304,6 +305,18 @@ def test_a_wrong_rule_upstream_of_batchnorm_is_not_taken_for_its_approximation(o
     named = disagreeing(result, slice(1, 2))
     assert named >= ({"3.weight"} if op is aten.convolution_backward.default else {"0.weight", "1.weight"})
     assert "6.weight" not in named
+
+
+def test_a_wrong_projection_is_not_taken_for_the_approximation(monkeypatch: pytest.MonkeyPatch):
+    # Red when: verify compares BatchNorm's gradient only where nothing is projected.
+    def wrong(call, g, right=norms._project):
+        dx, *sums = right(call, g)
+        return times(1.01)(dx), *sums
+
+    monkeypatch.setattr(norms, "_project", wrong)
+    result = verify(built(with_batchnorm), images(), losses, batchnorm="rows")
+    assert result.status == "disagrees" and "with BatchNorm projected by its formula: worst " in result.verdict
+    assert "6.weight" not in disagreeing(result, slice(3, 4)) >= {"0.weight", "3.weight"}
 
 
 def test_instance_norm_is_no_batch_statistic_and_a_wrong_rule_of_it_no_approximation(monkeypatch: pytest.MonkeyPatch):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rowprop.backprop.rowgrad import RowGrad
 from rowprop.engines import CUT, PROJECTED, Engine, Masked, Sliced, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Ran
@@ -143,7 +145,7 @@ def judge(
     if same_state and cut:
         return _judge_cut(bench, yardstick, engine, oracle, found, first)
     if same_state and engine.batchnorm != "exact":
-        return _judge_rows(bench, yardstick, oracle, first)
+        return _judge_rows(bench, yardstick, engine, oracle, found, first)
     return "disagrees", "", [first]
 
 
@@ -175,15 +177,22 @@ def _judge_cut(
     return "by design", why, [first, *others]
 
 
-def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparison) -> Judgement:
-    """Say whether ``batchnorm="rows"`` is the only difference, by two comparisons without it.
+def _judge_rows(
+    bench: Bench, yardstick: Yardstick, engine: Sliced, oracle: Ran, found: Ran, first: Comparison
+) -> Judgement:
+    """Say whether ``batchnorm="rows"`` is the only difference, by two comparisons without it and one by its formula.
 
     With BatchNorm's statistics held constant everything upstream stays sliced, and every other rule is exercised; under
-    ``batchnorm="exact"`` the gradient is the model's own.
+    ``batchnorm="exact"`` the gradient is the model's own. The formula, on dense gradients, tells whether it is right.
     """
+    formula: list[Comparison] = []
     constant = bench.run(Masked(), backward=lambda _: ConstantStatistics())
     if constant.seen.calls:
         pair = constant, bench.run(Sliced("rows"), backward=lambda _: ConstantStatistics())
+        kept = bench.run(engine, backward=lambda _: Projected()).seen.kept
+        if len(kept) == constant.seen.calls:  # a compiled region projects by ops of its own
+            dense = bench.run(Masked(), backward=lambda _: Projected(kept))
+            formula = [yardstick.compare("BatchNorm projected by its formula", dense, found)]
     else:  # the model has no training BatchNorm, or compiled regions hide every one of them from a dispatch mode
         norms: list[Any] = [m for m in bench.modules if isinstance(m, _BatchNorm) and m.training]
         if not norms:
@@ -192,8 +201,8 @@ def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparis
             pair = bench.run(Masked()), bench.run(Sliced("rows"))
     held = yardstick.compare("BatchNorm's statistics held constant", *pair)
     exact = yardstick.compare("batchnorm='exact'", oracle, bench.run(Sliced("exact")))
-    agrees = held.agrees and exact.agrees
-    return "by design" if agrees else "disagrees", PROJECTED if agrees else "", [first, held, exact]
+    agrees = all(comparison.agrees for comparison in (held, exact, *formula))
+    return "by design" if agrees else "disagrees", PROJECTED if agrees else "", [first, held, exact, *formula]
 
 
 def _judge_second_forward(
@@ -270,9 +279,44 @@ class ConstantStatistics(TorchDispatchMode):
             if not found or found[6] is False or found[1].shape[0] == 1:
                 return func(*args, **(kwargs or {}))
             self.calls += 1
-            g, x, weight, mean, invstd, eps, _, mask = found
-            constant = mean, invstd.pow(-2) - eps, mean, invstd, False, eps, mask or [True] * 3
-            return _aten.native_batch_norm_backward.default(g, x, weight, *constant)
+            return self.run(partial(func, *args, **(kwargs or {})), *found)
+
+    def run(self, backward: Callable[[], Any], g: Any, x: Any, weight: Any, *rest: Any) -> Any:
+        """In the place of ``backward``."""
+        mean, invstd, eps, _, mask = rest
+        constant = mean, invstd.pow(-2) - eps, mean, invstd, False, eps, mask or [True] * 3
+        return _aten.native_batch_norm_backward.default(g, x, weight, *constant)
+
+
+class Projected(ConstantStatistics):
+    """Runs it by the formula of ``batchnorm="rows"`` at the places ``kept``, which it notes itself if it got none.
+
+    They are, for each backward of a BatchNorm in their order, the positions of the batch whose gradient a sliced
+    backward projected; None where that was exact.
+    """
+
+    def __init__(self, kept: Sequence[Tensor | None] | None = None) -> None:
+        super().__init__()
+        self.notes, self.kept = kept is None, list(kept or [])
+
+    def run(self, backward: Callable[[], Any], g: Any, x: Any, weight: Any, *rest: Any) -> Any:
+        """In the place of ``backward``."""
+        if self.notes:
+            out = backward()
+            rows = out[0].sliced if type(out[0]) is RowGrad else None
+            self.kept.append(None if rows is None else rows.like(torch.ones_like(rows.values)).dense()[:, :1] > 0)
+            return out
+        kept = self.kept[self.calls - 1]
+        if kept is None:
+            return backward()
+
+        def mean(tensor: Tensor) -> Tensor:
+            return torch.where(kept, tensor, 0.0).sum([0, *range(2, x.ndim)], keepdim=True) / kept.sum()
+
+        a, b = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (g, x))
+        a, b = a - mean(a), b - mean(b)
+        projected = torch.where(kept, a - b * mean(a * b) / (mean(b.square()) + rest[2]), 0.0).to(g.dtype)
+        return super().run(backward, projected, x, weight, *rest)[0], *super().run(backward, g, x, weight, *rest)[1:]
 
 
 _aten = torch.ops.aten
