@@ -570,6 +570,14 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
     assert max(allowed["0.bias"], allowed["3.bias"]) > 1e-3  # ten times a rounding of more than 1e-4
     assert max(allowed["0.weight"], allowed["3.weight"]) < 1e-3
 
+    # Red when: in bfloat16, whose rounding is .4 %, so much of the largest gradient counts as a gradient.
+    def deep() -> nn.Module:
+        widths = ((4, 16), (16, 16))
+        layers = [part for a, b in widths for part in (nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Linear(16, 3))
+
+    assert verify(built(deep), vectors(shape=(64, 4)), torch.autocast("cpu", torch.bfloat16)(losses), keep=0.5).agrees
+
 
 def rooted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """The root of zero, whose slope is infinite."""

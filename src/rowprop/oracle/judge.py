@@ -24,7 +24,7 @@ from rowprop.state import evaluating
 # Largest relative error that is rounding, by the coarsest dtype that the backward computes in.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 TF32_TOLERANCE = TOLERANCES[torch.float16]  # TF32 has as many bits of mantissa
-NEXT_TO_NOTHING = 1e-2  # of the largest gradient: smaller ones that are rounding alone are measured against so much
+NEXT_TO_NOTHING = 1e-2  # of the largest gradient, or the tolerance: smaller ones that are rounding count as so large
 ROUNDING = 10  # times the oracle's own rounding error a parameter may be off, or the tolerance if that is larger
 
 
@@ -70,7 +70,7 @@ class Yardstick:
     def compare(self, conditions: str, oracle: Ran, found: Ran) -> Comparison:
         """Measure the error of each parameter that has a gradient in either."""
         sizes = {name: _largest(_wide(grad)) for name, grad in oracle.grads.items() if grad is not None}
-        floor = NEXT_TO_NOTHING * max(sizes.values(), default=0.0)
+        floor = max(NEXT_TO_NOTHING, self.tolerance) * max(sizes.values(), default=0.0)
         errors: list[ParameterError] = []
         for name, grad in oracle.grads.items():
             other = found.grads[name]

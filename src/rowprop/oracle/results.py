@@ -22,7 +22,7 @@ class ParameterError:
 
     name: str  # as in ``model.named_parameters()``
     error: float  # largest absolute difference over ``scale``; infinity where the two cannot be compared
-    scale: float  # the oracle's largest absolute entry; where its rounding exceeds the tolerance, at least 1e-2 of all
+    scale: float  # the oracle's largest absolute entry; of one that is rounding at least 1e-2, or the tolerance, of all
     allowed: float  # the tolerance, at least ten times the oracle's own rounding error
     problem: str | None = None  # why the two cannot be compared (one is missing or not finite), else None
 
