@@ -192,7 +192,8 @@ def _judge_rows(
         kept = bench.run(engine, backward=lambda _: Projected()).seen.kept
         if len(kept) == constant.seen.calls:  # a compiled region projects by ops of its own
             dense = bench.run(Masked(), backward=lambda _: Projected(kept))
-            formula = [yardstick.compare("BatchNorm projected by its formula", dense, found)]
+            coarser = Yardstick(math.sqrt(yardstick.tolerance), {})  # of few rows projecting leaves little but rounding
+            formula = [coarser.compare("BatchNorm projected by its formula", dense, found)]
     else:  # the model has no training BatchNorm, or compiled regions hide every one of them from a dispatch mode
         norms: list[Any] = [m for m in bench.modules if isinstance(m, _BatchNorm) and m.training]
         if not norms:
