@@ -47,6 +47,8 @@ def test_linear():
     once = 2 * N * 5 * 7
     assert forward_and_backward(lambda: layer(x)) == (once, once)
     assert forward_and_backward(lambda: layer(x), x) == (once, 2 * once)
+    ragged = torch.nested.nested_tensor([x[:4], x[4:]], layout=torch.jagged)
+    assert forward_and_backward(lambda: layer(ragged).values()) == (once, once)  # red when: the counter takes it apart
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -227,7 +229,8 @@ def test_ops_without_a_formula_are_listed_until_torch_learns_one(monkeypatch):
         torch.fft.rfft(torch.randn(8))
         torch.linalg.inv(torch.eye(3))
         twice(torch.ones(2))
-    assert set(flops.uncounted) >= {"_fft_r2c", "linalg_inv_ex", "rowprop_test.twice"}
+        _ = torch.eye(3).to_sparse() @ torch.ones(3, 2)  # red when: it counts as a dense matrix, with its zeros
+    assert set(flops.uncounted) >= {"_fft_r2c", "linalg_inv_ex", "rowprop_test.twice", "mm"}
     monkeypatch.setitem(flop_registry, torch.ops.rowprop_test.twice, lambda x, out_val: 7 * x.numel())
     with count_flops() as flops:
         twice(torch.ones(2))

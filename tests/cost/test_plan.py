@@ -403,10 +403,11 @@ X = torch.randn(16, 3)
 WHOLE = [  # batches that no rows are taken of
     (SimpleNamespace(x=X), lambda m, batch: m(batch.x).square(), "a batch of unknown make"),
     (X, lambda m, x: m(x.reshape(16, 3)).square(), "4 rows by themselves failed with RuntimeError"),
+    (X, lambda m, _: m(X).square(), "4 rows by themselves failed with RuntimeError"),
 ]
 
 
-@pytest.mark.parametrize(("batch", "losses_fn", "why"), WHOLE, ids=["unknown make", "fixed size"])
+@pytest.mark.parametrize(("batch", "losses_fn", "why"), WHOLE, ids=["unknown make", "fixed size", "its own rows"])
 def test_a_model_that_cannot_run_on_fewer_rows_is_planned_without_a_second_forward(batch, losses_fn, why):
     # Red when recompute is measured all the same and so raises, or the reason does not say why it is missing.
     result = plan(nn.Linear(3, 1), batch, losses_fn, keep=0.5, rounds=1)

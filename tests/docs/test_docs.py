@@ -260,6 +260,14 @@ def test_the_steps_of_the_readme_are_those_of_the_page_of_benchmarks():
         assert cells.split(" | ") == found, model
 
 
+def test_the_figures_of_the_gpu_are_what_was_measured():
+    # Red with a figure changed on a page, or rounded from one that is rounded.
+    rows = re.findall(r"^\| [^|]*compiled[^|]*\| (\d.*) \|$", TEXTS["README"], re.MULTILINE)
+    rows += re.findall(r"^\| [^|]*\| (?:compiled |graphs |)\| (\d.*\)) \|$", TEXTS["benchmarks"], re.MULTILINE)
+    assert len(rows) == 5 + 9
+    assert [row for row in rows if f"| {row} |" not in RESULTS["2026-11-26-gpu-h200.md"]] == []
+
+
 def test_the_table_of_methods_is_what_was_measured():
     # Red with a figure changed on the page. It leaves out the seconds, and the rows seen.
     (text,) = (text for name, text in RESULTS.items() if "-recipes-" in name)

@@ -152,14 +152,17 @@ def test_over_many_draws_pruning_and_picking_multiply_and_stay_without_bias():
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_loader_yields_what_the_sampler_draws(workers, drop_last):
-    # Red when: each epoch yields the rows of the first, or len() belongs to another epoch.
+    # Red when: each epoch yields the rows of the first, len() belongs to another epoch, or one begins before a row is
+    # asked for: without batches and with workers torch makes two iterators.
     losses = torch.rand(30, generator=seeded(2))
-    samplers = [PruningSampler(remembering(losses), num_rows=30, epochs=4, seed=3) for _ in range(3)]
+    samplers = [PruningSampler(remembering(losses), num_rows=30, epochs=4, seed=3) for _ in range(4)]
     data = WithIds(TensorDataset(losses))
     loader = DataLoader(data, 4, sampler=samplers[0], num_workers=workers, drop_last=drop_last)
     grouped = DataLoader(data, batch_sampler=BatchSampler(samplers[1], 4, drop_last), num_workers=workers)
+    single = DataLoader(data, None, sampler=samplers[3], num_workers=workers)
     for epoch in range(4):
         expected = list(iter(samplers[2]))
+        assert [row for row, _ in single] == expected
         whole = len(expected) // 4 * 4 if drop_last else len(expected)
         for each, sampler in ((loader, samplers[0]), (grouped, samplers[1])):
             found = [(ids, rows) for ids, (rows,) in each]
@@ -406,7 +409,7 @@ BAD_STATES = [  # what is changed in a state, and a part of the sentence
 def test_states_that_cannot_be_are_refused_and_nothing_is_loaded(call, sentence):
     # Red when: a check is left out, or `begun` is set before `order` is looked at.
     sampler = PruningSampler(LossHistory(), num_rows=9, epochs=2)
-    iter(sampler)
+    next(iter(sampler))
     before = str(sampler.state_dict(4))
     with pytest.raises(InvalidInput, match=sentence):
         call(sampler)

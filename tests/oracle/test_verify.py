@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import rowprop
 from model_cases import Sorting, losses, mlp, with_batchnorm, with_zero_head
 from rowprop import verify
+from rowprop.backprop.rules import norms
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import NO_RULE, RowSlice
 from rowprop.engines import Sliced
@@ -86,6 +87,19 @@ def test_a_wrong_rule_is_caught_and_the_parameters_named(monkeypatch: pytest.Mon
     assert disagreeing(result) == {"0.weight", "0.bias"}  # upstream of the ReLU
     assert [entry.error for entry in result.errors[:2]] == pytest.approx([1e-3, 1e-3], rel=1e-2)
     assert "disagrees with the oracle in 2 of 4 parameters: worst 0." in result.verdict
+
+
+@pytest.mark.parametrize(("kind", "scale"), [(torch.float32, 1e-8), (torch.bfloat16, 1e-4)])
+def test_a_wrong_rule_is_caught_in_a_branch_that_begins_next_to_zero(kind, scale, monkeypatch: pytest.MonkeyPatch):
+    # As of blocks with LayerScale. Red when: a gradient far below the largest is measured against that one's size.
+    plant(monkeypatch, aten.threshold_backward.default, times(2))
+    model = nn.ModuleList([built(mlp), nn.Linear(4, 3)])
+
+    def residual(model: nn.ModuleList, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == torch.bfloat16):
+            return F.cross_entropy(model[1](batch[0]) + scale * model[0](batch[0]), batch[1], reduction="none")
+
+    assert disagreeing(verify(model, vectors(), residual)) == {"0.0.weight", "0.0.bias"}
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_fits_into_json(monkeypatch: pytest.MonkeyPatch):
@@ -252,7 +266,7 @@ def test_batchnorms_approximation_is_measured_and_told_apart():
     assert result.status == "by design" and result.agrees
     assert f"has another gradient, by design, with a cosine of {result.cosine:.4f} to" in result.verdict
     assert "off in" in result.verdict and ": BatchNorm's gradient is projected over the kept rows" in result.verdict
-    conditions = ["BatchNorm's statistics held constant", "batchnorm='exact'"]
+    conditions = ["BatchNorm's statistics held constant", "batchnorm='exact'", "BatchNorm projected by its formula"]
     assert [c.conditions for c in result.comparisons[1:]] == conditions
     assert not result.comparisons[0].agrees and all(c.agrees for c in result.comparisons[1:])
 
@@ -291,6 +305,22 @@ def test_a_wrong_rule_upstream_of_batchnorm_is_not_taken_for_its_approximation(o
     named = disagreeing(result, slice(1, 2))
     assert named >= ({"3.weight"} if op is aten.convolution_backward.default else {"0.weight", "1.weight"})
     assert "6.weight" not in named
+
+
+def test_a_wrong_projection_is_not_taken_for_the_approximation(monkeypatch: pytest.MonkeyPatch):
+    # Red when: verify compares BatchNorm's gradient only where nothing is projected, or takes for wrong what rounding
+    # leaves where two rows of eight, projected, cancel.
+    few = built(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.SiLU(), nn.Linear(6, 3)))
+    assert verify(few, vectors(), losses, batchnorm="rows").status == "by design"
+
+    def wrong(call, g, right=norms._project):
+        dx, *sums = right(call, g)
+        return times(1.01)(dx), *sums
+
+    monkeypatch.setattr(norms, "_project", wrong)
+    result = verify(built(with_batchnorm), images(), losses, batchnorm="rows")
+    assert result.status == "disagrees" and "with BatchNorm projected by its formula: worst " in result.verdict
+    assert "6.weight" not in disagreeing(result, slice(3, 4)) >= {"0.weight", "3.weight"}
 
 
 def test_instance_norm_is_no_batch_statistic_and_a_wrong_rule_of_it_no_approximation(monkeypatch: pytest.MonkeyPatch):
@@ -543,6 +573,14 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
     allowed = {entry.name: entry.allowed for entry in result.errors}
     assert max(allowed["0.bias"], allowed["3.bias"]) > 1e-3  # ten times a rounding of more than 1e-4
     assert max(allowed["0.weight"], allowed["3.weight"]) < 1e-3
+
+    # Red when: in bfloat16, whose rounding is .4 %, so much of the largest gradient counts as a gradient.
+    def deep() -> nn.Module:
+        widths = ((4, 16), (16, 16))
+        layers = [part for a, b in widths for part in (nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Linear(16, 3))
+
+    assert verify(built(deep), vectors(shape=(64, 4)), torch.autocast("cpu", torch.bfloat16)(losses), keep=0.5).agrees
 
 
 def rooted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -99,11 +99,13 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if RowGrad in types:
+        if RowGrad in types or any(kind.__name__ == "NestedTensor" for kind in types):
             return NotImplemented  # the sliced gradient's rule runs next, and the rule's own ops come back here
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", func)
-        formula = formula_of(packet)
+        # The formulas are of dense tensors: a sparse one costs its entries.
+        dense = all(arg.layout == torch.strided for arg in args if isinstance(arg, Tensor))
+        formula = formula_of(packet) if dense else None
         if formula is None and _is_composite(func):
             with self:  # under inference mode a composite op arrives in one piece
                 return func.decompose(*args, **kwargs)

@@ -183,12 +183,12 @@ def second_forward(model: nn.Module, batch: Any, losses_fn: LossesFn, losses: Te
 
     try:
         rows = take(batch, torch.arange(losses.numel() - count, losses.numel()))
-        own = score_without_graph(watched, model, rows)
-    except Exception as error:  # the user's model may fail on fewer rows in any way
+        apart = _differ(score_without_graph(watched, model, rows), losses[-count:])
+    except Exception as error:  # the user's model may fail on fewer rows in any way, or return losses of others
         why = f"{count} rows by themselves failed with {type(error).__name__}: {error}"
         return LEFT_OUT, why.splitlines()[0]
     why = second_forward_differs(drew=drew, batch_statistics=uses_batch_statistics(model))
-    if why is None and _differ(own, losses[-count:]):
+    if why is None and apart:
         why = "rows by themselves have other losses than in their batch, so they see each other"
     return None if why is None else (ANOTHER, f"{why}, so its gradient is another one")
 

@@ -137,7 +137,7 @@ class PruningSampler(Sampler[int]):
         """How many rows are left out of the running epoch; 0 before the first."""
         return int((self.history.weights_of(torch.arange(self.num_rows)) == 0).sum())
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[int]:  # a generator: loaders may make two iterators, and ask one of them for rows
         if self._resumed:
             self._resumed = False
         else:
@@ -148,7 +148,7 @@ class PruningSampler(Sampler[int]):
             self.history.set_weights(torch.arange(self.num_rows), weights)
             self._before = 0
             self._begun += 1
-        return iter(cast("list[int]", self._own().tolist()))
+        yield from cast("list[int]", self._own().tolist())
 
     def __len__(self) -> int:
         """Rows of this rank's latest iteration; before the first, those that it would yield now."""

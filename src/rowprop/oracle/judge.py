@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rowprop.backprop.rowgrad import RowGrad
 from rowprop.engines import CUT, PROJECTED, Engine, Masked, Sliced, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Ran
@@ -22,7 +24,7 @@ from rowprop.state import evaluating
 # Largest relative error that is rounding, by the coarsest dtype that the backward computes in.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 TF32_TOLERANCE = TOLERANCES[torch.float16]  # TF32 has as many bits of mantissa
-NEXT_TO_NOTHING = 1e-2  # of the largest gradient: the errors of smaller ones are measured against so much
+NEXT_TO_NOTHING = 1e-2  # of the largest gradient, or the tolerance: smaller ones that are rounding count as so large
 ROUNDING = 10  # times the oracle's own rounding error a parameter may be off, or the tolerance if that is larger
 
 
@@ -35,7 +37,7 @@ def usual_tolerance(dtype: torch.dtype, devices: set[torch.device]) -> float:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """How far a gradient may be from the oracle's: the tolerance, and the oracle's own rounding error by parameter."""
+    """How far a gradient may be from the oracle's: the tolerance, and by parameter the oracle's own rounding."""
 
     tolerance: float
     rounding: dict[str, float]
@@ -63,20 +65,22 @@ class Yardstick:
                 f"(tolerance {tolerance:.1e}), so there is nothing to compare with; use deterministic kernels, and a "
                 "losses_fn of the model, the batch and torch's random state alone."
             )
-        return cls(tolerance, {entry.name: entry.error for entry in errors})
+        return cls(tolerance, {entry.name: entry.error * entry.scale for entry in errors})
 
     def compare(self, conditions: str, oracle: Ran, found: Ran) -> Comparison:
         """Measure the error of each parameter that has a gradient in either."""
         sizes = {name: _largest(_wide(grad)) for name, grad in oracle.grads.items() if grad is not None}
-        floor = NEXT_TO_NOTHING * max(sizes.values(), default=0.0)
+        floor = max(NEXT_TO_NOTHING, self.tolerance) * max(sizes.values(), default=0.0)
         errors: list[ParameterError] = []
         for name, grad in oracle.grads.items():
             other = found.grads[name]
             if grad is None and other is None:
                 continue
-            scale = max(sizes.get(name, 0.0), floor)
+            size, rounding = sizes.get(name, 0.0), self.rounding.get(name, 0.0)
+            sharp = name in self.rounding and 0 < size * self.tolerance >= rounding
+            scale = size if sharp else max(size, floor)
             error, problem = _error(grad, other, scale)
-            allowed = max(self.tolerance, ROUNDING * self.rounding.get(name, 0.0))
+            allowed = max(self.tolerance, ROUNDING * rounding / scale if scale else 0.0)
             errors.append(ParameterError(name, error, scale, allowed, problem))
         return Comparison(conditions, sorted(errors, key=lambda entry: (entry.agrees, -entry.error)))
 
@@ -141,7 +145,7 @@ def judge(
     if same_state and cut:
         return _judge_cut(bench, yardstick, engine, oracle, found, first)
     if same_state and engine.batchnorm != "exact":
-        return _judge_rows(bench, yardstick, oracle, first)
+        return _judge_rows(bench, yardstick, engine, oracle, found, first)
     return "disagrees", "", [first]
 
 
@@ -173,15 +177,23 @@ def _judge_cut(
     return "by design", why, [first, *others]
 
 
-def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparison) -> Judgement:
-    """Say whether ``batchnorm="rows"`` is the only difference, by two comparisons without it.
+def _judge_rows(
+    bench: Bench, yardstick: Yardstick, engine: Sliced, oracle: Ran, found: Ran, first: Comparison
+) -> Judgement:
+    """Say whether ``batchnorm="rows"`` is the only difference, by two comparisons without it and one by its formula.
 
     With BatchNorm's statistics held constant everything upstream stays sliced, and every other rule is exercised; under
-    ``batchnorm="exact"`` the gradient is the model's own.
+    ``batchnorm="exact"`` the gradient is the model's own. The formula, on dense gradients, tells whether it is right.
     """
+    formula: list[Comparison] = []
     constant = bench.run(Masked(), backward=lambda _: ConstantStatistics())
     if constant.seen.calls:
         pair = constant, bench.run(Sliced("rows"), backward=lambda _: ConstantStatistics())
+        kept = bench.run(engine, backward=lambda _: Projected()).seen.kept
+        if len(kept) == constant.seen.calls:  # a compiled region projects by ops of its own
+            dense = bench.run(Masked(), backward=lambda _: Projected(kept))
+            coarser = Yardstick(math.sqrt(yardstick.tolerance), {})  # of few rows projecting leaves little but rounding
+            formula = [coarser.compare("BatchNorm projected by its formula", dense, found)]
     else:  # the model has no training BatchNorm, or compiled regions hide every one of them from a dispatch mode
         norms: list[Any] = [m for m in bench.modules if isinstance(m, _BatchNorm) and m.training]
         if not norms:
@@ -190,8 +202,8 @@ def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparis
             pair = bench.run(Masked()), bench.run(Sliced("rows"))
     held = yardstick.compare("BatchNorm's statistics held constant", *pair)
     exact = yardstick.compare("batchnorm='exact'", oracle, bench.run(Sliced("exact")))
-    agrees = held.agrees and exact.agrees
-    return "by design" if agrees else "disagrees", PROJECTED if agrees else "", [first, held, exact]
+    agrees = all(comparison.agrees for comparison in (held, exact, *formula))
+    return "by design" if agrees else "disagrees", PROJECTED if agrees else "", [first, held, exact, *formula]
 
 
 def _judge_second_forward(
@@ -268,9 +280,44 @@ class ConstantStatistics(TorchDispatchMode):
             if not found or found[6] is False or found[1].shape[0] == 1:
                 return func(*args, **(kwargs or {}))
             self.calls += 1
-            g, x, weight, mean, invstd, eps, _, mask = found
-            constant = mean, invstd.pow(-2) - eps, mean, invstd, False, eps, mask or [True] * 3
-            return _aten.native_batch_norm_backward.default(g, x, weight, *constant)
+            return self.run(partial(func, *args, **(kwargs or {})), *found)
+
+    def run(self, backward: Callable[[], Any], g: Any, x: Any, weight: Any, *rest: Any) -> Any:
+        """In the place of ``backward``."""
+        mean, invstd, eps, _, mask = rest
+        constant = mean, invstd.pow(-2) - eps, mean, invstd, False, eps, mask or [True] * 3
+        return _aten.native_batch_norm_backward.default(g, x, weight, *constant)
+
+
+class Projected(ConstantStatistics):
+    """Runs it by the formula of ``batchnorm="rows"`` at the places ``kept``, which it notes itself if it got none.
+
+    They are, for each backward of a BatchNorm in their order, the positions of the batch whose gradient a sliced
+    backward projected; None where that was exact.
+    """
+
+    def __init__(self, kept: Sequence[Tensor | None] | None = None) -> None:
+        super().__init__()
+        self.notes, self.kept = kept is None, list(kept or [])
+
+    def run(self, backward: Callable[[], Any], g: Any, x: Any, weight: Any, *rest: Any) -> Any:
+        """In the place of ``backward``."""
+        if self.notes:
+            out = backward()
+            rows = out[0].sliced if type(out[0]) is RowGrad else None
+            self.kept.append(None if rows is None else rows.like(torch.ones_like(rows.values)).dense()[:, :1] > 0)
+            return out
+        kept = self.kept[self.calls - 1]
+        if kept is None:
+            return backward()
+
+        def mean(tensor: Tensor) -> Tensor:
+            return torch.where(kept, tensor, 0.0).sum([0, *range(2, x.ndim)], keepdim=True) / kept.sum()
+
+        a, b = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (g, x))
+        a, b = a - mean(a), b - mean(b)
+        projected = torch.where(kept, a - b * mean(a * b) / (mean(b.square()) + rest[2]), 0.0).to(g.dtype)
+        return super().run(backward, projected, x, weight, *rest)[0], *super().run(backward, g, x, weight, *rest)[1:]
 
 
 _aten = torch.ops.aten

@@ -16,13 +16,13 @@ Status = Literal["exact", "by design", "disagrees"]
 class ParameterError:
     """How far one parameter's gradient is from the oracle's.
 
-    One of rounding errors alone (the bias of attention's keys) has no own size, so ``scale`` has a floor. Rounding is
-    large where a gradient's terms cancel (a bias before BatchNorm), so more of it is ``allowed``.
+    One of rounding errors alone (the bias of attention's keys) has no own size, so its ``scale`` has a floor. Rounding
+    is large where a gradient's terms cancel (a bias before BatchNorm), so more of it is ``allowed``.
     """
 
     name: str  # as in ``model.named_parameters()``
     error: float  # largest absolute difference over ``scale``; infinity where the two cannot be compared
-    scale: float  # the oracle's largest absolute entry, at least 1e-2 of the largest entry of all its gradients
+    scale: float  # the oracle's largest absolute entry; of one that is rounding at least 1e-2, or the tolerance, of all
     allowed: float  # the tolerance, at least ten times the oracle's own rounding error
     problem: str | None = None  # why the two cannot be compared (one is missing or not finite), else None
 
