@@ -157,6 +157,7 @@ PROBES = {
     ),
     "clipped gradient": (lambda w, b: with_backward(lambda x, g: g / jnp.linalg.norm(g))(hidden(w, b[0])).sum(1), None),
     "solved": (lambda w, b: jax.vmap(lambda x: jnp.linalg.solve(w * x + 4 * jnp.eye(4), x)[0])(hidden(w, b[0])), None),
+    "solved by one matrix": (lambda w, b: jax.vmap(lambda x: jnp.linalg.solve(w + 4 * jnp.eye(4), x)[0])(b[0]), None),
     # Rows mix.
     "batch mean": (lambda w, b: (hidden(w, b[0]) - hidden(w, b[0]).mean(0)).prod(1), "reduce_sum.*goes back"),
     "mean in a function": (
