@@ -68,6 +68,11 @@ def half_of_merged_rows(h):
     return gathered(jnp.sin(merged), jnp.array([1]), (1,), (len(h), 1)).sum(1)
 
 
+def padded_windows(g):
+    """The largest of windows, of which the last lie in the padding alone: -1, and not 0, where the gradient is."""
+    return jnp.tanh(jax.lax.reduce_window(g, -jnp.inf, jax.lax.max, (1, 2), (1, 1), ((0, 0), (0, 3))))[:, 2:]
+
+
 def with_vjp_of_w(w, b):
     """One branch of the backward has a gradient for rows whose cotangent is zero; the weights choose it."""
     pair = jax.custom_vjp(lambda w, h: h)
@@ -151,6 +156,8 @@ PROBES = {
         None,
     ),
     "clipped gradient": (lambda w, b: with_backward(lambda x, g: g / jnp.linalg.norm(g))(hidden(w, b[0])).sum(1), None),
+    "solved": (lambda w, b: jax.vmap(lambda x: jnp.linalg.solve(w * x + 4 * jnp.eye(4), x)[0])(hidden(w, b[0])), None),
+    "solved by one matrix": (lambda w, b: jax.vmap(lambda x: jnp.linalg.solve(w + 4 * jnp.eye(4), x)[0])(b[0]), None),
     # Rows mix.
     "batch mean": (lambda w, b: (hidden(w, b[0]) - hidden(w, b[0]).mean(0)).prod(1), "reduce_sum.*goes back"),
     "mean in a function": (
@@ -229,6 +236,36 @@ PROBES = {
     "other operands": (
         lambda w, b: with_backward(lambda x, g: g * (jnp.sin(x), jnp.cos(x))[len(x) > 5])(hidden(w, b[0])).sum(1),
         "other operands",
+    ),
+    "slice of as many as rows": (
+        lambda w, b: (b[0] * jax.lax.dynamic_slice(jnp.tile(w, (2, 1)), (0, 0), b[0].shape)).sum(1),
+        "dynamic_update_slice",
+    ),
+    "merged alike": (
+        jax.checkpoint(
+            lambda w, b: jnp.tanh((b[0] @ w).reshape(-1) * jnp.arange(4.0).repeat(len(b[0]))).reshape(-1, 4).sum(1)
+        ),
+        "another row",
+    ),
+    "filled": (
+        lambda w, b: with_backward(lambda x, g: g + g.at[:, jnp.array([0, 1, 2, 4])].get(mode="fill", fill_value=1.0))(
+            hidden(w, b[0])
+        ).sum(1),
+        "sums over all",
+    ),
+    "padding": (
+        lambda w, b: with_backward(lambda x, g: g + padded_windows(g))(hidden(w, b[0])).sum(1),
+        "sums over all",
+    ),
+    "number of the row in another dtype": (
+        jax.checkpoint(lambda w, b: jnp.sin(hidden(w, b[0]))[jnp.arange(len(b[1]), dtype=jnp.bfloat16).astype(int), 0]),
+        "counts along",
+    ),
+    "number of the row through another dtype": (
+        jax.checkpoint(
+            lambda w, b: jnp.sin(hidden(w, b[0]))[jnp.arange(len(b[1])).astype(jnp.bfloat16).astype(int), 0]
+        ),
+        "number of a row",
     ),
     "slots of experts": (lambda w, b: experts(w, b[0]), "sums over|goes back"),
     "another program": (

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rowprop_jax
@@ -65,6 +66,33 @@ def test_aux_is_that_of_all_rows_and_further_arguments_pass_through():
     np.testing.assert_allclose(record.aux, BATCH[0].sum(), rtol=1e-5)
     _, once = PERFORM(PARAMS, BATCH)
     assert error(grads, jax.tree.map(lambda grad: 3 * grad, once)) < 1e-5
+
+
+def test_further_arguments_need_not_be_arrays_and_parameters_not_be_floats():
+    # As in `jax.grad`. Red with arguments that are traced, and where a gradient of no elements is compared with 0.
+    def losses_fn(params, batch, activation, double):
+        x, y = batch
+        out = getattr(jax.nn, activation)(x @ params["w"])[:, params["index"]] + y
+        return 2 * out if double else out
+
+    params = {"w": PARAMS[0][0], "index": jnp.array(3), "none": None}
+    grads = jax.jit(lambda params: sliced(losses_fn, params, BATCH, [2, 5], "tanh", True))(params)
+    wanted = plain(lambda w, batch: losses_fn(params | {"w": w}, batch, "tanh", True), params["w"], BATCH, [2, 5])
+    assert grads["index"].dtype == jax.dtypes.float0 and error(grads["w"], wanted) < 1e-5
+
+
+def test_objects_among_the_arguments_may_change_themselves_in_the_trace():
+    # As Flax's counters of random numbers. Red with arguments that are handed on as they are.
+    graph, state = nnx.split(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+
+    def losses_fn(params, batch, state):
+        return nnx.merge(graph, state)(jnp.tanh(batch[0] @ params[0][0])).sum(1)
+
+    def copied(params, batch):
+        return losses_fn(params, batch, jax.tree.map(jnp.copy, state))
+
+    grads = jax.jit(lambda params, state: sliced(losses_fn, params, BATCH, [2, 5], state))(PARAMS, state)
+    assert error(grads, plain(copied, PARAMS, BATCH, [2, 5])) < 1e-5
 
 
 def test_an_ensemble_by_vmap():
@@ -132,7 +160,7 @@ def test_what_is_cheap_is_not_saved_but_computed_again_for_the_kept_rows(name):
     losses_fn, params, batch = NETWORKS[name](16)
     program = jax.make_jaxpr(lambda params, batch: sliced(losses_fn, params, batch, [3, 9, 11]))(params, batch)
     assert "remat2" in {eqn.primitive.name for eqn in program.eqns}
-    forward = rowprop_jax.sliced._Forward(losses_fn, params, batch, (), False, lean=True)
+    forward = rowprop_jax.sliced._Forward(lambda *given: (losses_fn(*given), None), params, batch, lean=True)
     own = jax.eval_shape(lambda params: jax.vjp(lambda params: losses_fn(params, batch), params)[1], params)
     saved, saved_by_jax = (sum(leaf.size for leaf in jax.tree.leaves(vjp)) for vjp in (forward.shapes[1], own))
     assert saved < {"mlp": 0.6, "cnn": 0.35, "moe": 0.25}.get(name, 0.5) * saved_by_jax
@@ -220,9 +248,22 @@ def test_verify_tells_exact_from_refused_and_different(monkeypatch):
     refused = verify(losses_fn, params, batch, [1, 2])
     assert refused.status == "refused" and "reduce_sum" in refused.why and not refused.agrees
     taken = rowprop_jax.sliced._take
-    monkeypatch.setattr(rowprop_jax.sliced, "_take", lambda leaf, value, rows, n: taken(leaf, value, rows * 0, n))
+    monkeypatch.setattr(rowprop_jax.sliced, "_take", lambda *given: taken(*given[:3], given[3] * 0, given[4]))
     differs = verify(LOSSES_FN, PARAMS, BATCH, [1, 2])
     assert differs.status == "differs" and differs.error > 0.1
+
+
+def test_verify_knows_complex_parameters_and_what_is_no_number():
+    # Red with tolerances of real dtypes alone, which leave complex ones 0, and with the maximum of Python.
+    def losses_fn(params, batch):
+        return jnp.abs(batch[0] @ params[0][0]).sum(1) + params[1].sum()
+
+    params = [(PARAMS[0][0] * (1 + 2j),), jnp.ones(2)]
+    assert verify(losses_fn, params, BATCH, [1, 2]).agrees
+    lost = jax.custom_vjp(lambda x: x)
+    lost.defvjp(lambda x: (x, None), lambda _, grad: (grad * jnp.nan,))
+    found = verify(lambda params, batch: losses_fn([params[0], lost(params[1])], batch), params, BATCH, [1, 2])
+    assert found.status == "differs"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rowprop_jax import rules as _rules  # noqa: F401  # pyright: ignore  # they enter themselves
-from rowprop_jax.walk import WHOLE, Mixes, Rows, Value, rows_of, walk
+from rowprop_jax.walk import WHOLE, Mixes, Value, axis_of_rows, walk
 
 Tree = Any  # a pytree of arrays
 # What a lean forward computes again for the kept rows: it costs less than to save its results for all.
@@ -48,13 +48,18 @@ def vjp(losses_fn: Callable[..., Any], params: Tree, batch: Tree, *args: Any, ha
     if len({shape[:1] for shape in shapes}) != 1 or shapes[0] == ():
         raise InvalidInput(f"batch holds arrays {shapes} but N rows in each were needed; pass others behind it.")
     num_rows = shapes[0][0]
+
+    def function(params: Tree, batch: Tree) -> Any:
+        found = losses_fn(params, batch, *jax.tree.map(lambda leaf: leaf, args))  # objects that this trace may change
+        return found if has_aux else (found, None)
+
     try:
-        forward = _Forward(losses_fn, params, batch, args, has_aux, lean=num_rows > 2)
+        forward = _Forward(function, params, batch, lean=num_rows > 2)
         if forward.lean:
             forward.prove(2)
     except (TypeError, ValueError, RuntimeError):  # rows mix in what is cheap, or JAX cannot save less
-        forward = _Forward(losses_fn, params, batch, args, has_aux, lean=False)
-    results = jaxpr_as_fun(forward.program)(*jax.tree.leaves((params, batch, args)))
+        forward = _Forward(function, params, batch, lean=False)
+    results = jaxpr_as_fun(forward.program)(*jax.tree.leaves((params, batch)))
     losses, residuals, aux = jax.tree.unflatten(jax.tree.structure(forward.shapes), results)
 
     def pullback(rows: Any, weights: Any) -> Tree:
@@ -68,43 +73,44 @@ def vjp(losses_fn: Callable[..., Any], params: Tree, batch: Tree, *args: Any, ha
             return residuals(jnp.zeros_like(losses).at[rows].add(weights))[0]
         if len(rows) == 1:  # JAX writes other programs for axes of size 1
             rows, weights = jnp.repeat(rows, 2), jnp.concatenate([weights, jnp.zeros_like(weights)])
-        backward, facts = forward.prove(len(rows))
-        kept = [_take(*pair, rows, num_rows) for pair in zip(jax.tree.leaves(residuals), facts, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(params), jaxpr_as_fun(backward)(*kept, weights))
+        twin, facts = forward.prove(len(rows))
+        saved = zip(jax.tree.leaves(residuals), jax.tree.leaves(twin.shapes[1]), facts, strict=True)
+        kept = [_take(*each, rows, num_rows) for each in saved]
+        return jax.tree.unflatten(jax.tree.structure(params), jaxpr_as_fun(twin.backward)(*kept, weights))
 
     return (losses, pullback, aux) if has_aux else (losses, pullback)
 
 
-def _cheap(name: str, params: dict[str, Any]) -> bool:
-    """Whether a primitive is cheap, or a function with a derivative of its own, as relu, of which each is."""
-    inner = params.get("call_jaxpr", params.get("jaxpr")) if name in ("custom_jvp_call", "jit") else None
-    return name in CHEAP or bool(inner and all(_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns))
+def _costs(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether a primitive is not cheap, nor a function with a derivative of its own, as relu, of which each is."""
+    inner = params.get("call_jaxpr", params.get("jaxpr")) if primitive.name in ("custom_jvp_call", "jit") else None
+    within = any(_costs(eqn.primitive, **eqn.params) for eqn in inner.jaxpr.eqns) if inner else True
+    return within and primitive.name not in CHEAP
 
 
-def _unrounded(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without jax.checkpoint's roundings of what it saves to float32: each would be a pass of its own."""
-    rounding, eqns = {"exponent_bits": 8, "mantissa_bits": 23}, list[Any]()
-    for eqn in program.jaxpr.eqns:
-        none = eqn.params == rounding and eqn.invars[0].aval.dtype == "float32"
-        eqns.append(eqn.replace(primitive=jax.lax.copy_p, params={}) if none else eqn)  # which compiles to nothing
-    return program.replace(jaxpr=program.jaxpr.replace(eqns=eqns))
+def _rewritten(program: ClosedJaxpr, change: Callable[[Any], Any]) -> ClosedJaxpr:
+    """The program with other equations."""
+    return program.replace(jaxpr=program.jaxpr.replace(eqns=[change(eqn) for eqn in program.jaxpr.eqns]))
 
 
-def _lean_scans(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with each step of a scan under jax.checkpoint, so that a step backwards computes again what it needs.
+def _unrounded(eqn: Any) -> Any:
+    """Nothing for jax.checkpoint's rounding to float32 of what it saves, which would be a pass of its own."""
+    none = eqn.params == {"exponent_bits": 8, "mantissa_bits": 23} and eqn.invars[0].aval.dtype == "float32"
+    return eqn.replace(primitive=jax.lax.copy_p, params={}) if none else eqn
 
-    A scan before it would compute that for all steps, and save it.
+
+def _lean_scan(eqn: Any) -> Any:
+    """A scan with each step under jax.checkpoint, so that a step backwards computes again what it needs.
+
+    The scan before it would compute that for all steps, and save it.
     """
-    eqns = list[Any]()
-    for eqn in program.jaxpr.eqns:
-        params = dict(eqn.params)
-        if eqn.primitive.name in ("jit", "scan"):
-            params["jaxpr"] = _lean_scans(params["jaxpr"])
-        if eqn.primitive.name == "scan":
-            step = jax.checkpoint(jaxpr_as_fun(params["jaxpr"]), prevent_cse=False)
-            params["jaxpr"] = jax.make_jaxpr(step)(*params["jaxpr"].in_avals)
-        eqns.append(eqn.replace(params=params))
-    return program.replace(jaxpr=program.jaxpr.replace(eqns=eqns))
+    params = dict(eqn.params)
+    if eqn.primitive.name in ("jit", "scan"):
+        params["jaxpr"] = _rewritten(params["jaxpr"], _lean_scan)
+    if eqn.primitive.name == "scan":
+        step = jax.checkpoint(jaxpr_as_fun(params["jaxpr"]), prevent_cse=False)
+        params["jaxpr"] = jax.make_jaxpr(step)(*params["jaxpr"].in_avals)
+    return eqn.replace(params=params)
 
 
 class _Forward:
@@ -113,78 +119,69 @@ class _Forward:
     A lean one saves no cheap results: the backward computes them again, for the kept rows alone.
     """
 
-    def __init__(self, losses_fn: Any, params: Tree, batch: Tree, args: Any, has_aux: bool, lean: bool) -> None:
+    def __init__(self, function: Any, params: Tree, batch: Tree, lean: bool) -> None:
         def lean_fn(*inputs: Any) -> Any:
-            program, shapes = jax.make_jaxpr(losses_fn, return_shape=True)(*inputs)
+            program, shapes = jax.make_jaxpr(function, return_shape=True)(*inputs)
             if program.effects or "remat2[" in str(program):
                 raise UnsupportedOperation("Prints print once, and the caller's jax.checkpoint says what is saved.")
-            results = jaxpr_as_fun(_lean_scans(program))(*jax.tree.leaves(inputs))
+            results = jaxpr_as_fun(_rewritten(program, _lean_scan))(*jax.tree.leaves(inputs))
             return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-        def costs(op: Any, *_: Any, **params: Any) -> bool:
-            return not _cheap(op.name, params)
+        def forward(params: Tree, batch: Tree) -> Any:
+            inner = jax.checkpoint(lean_fn, prevent_cse=False, policy=_costs) if lean else function
+            return jax.vjp(lambda params: inner(params, batch), params, has_aux=True)
 
-        def forward(params: Tree, *others: Any) -> Any:
-            function = jax.checkpoint(lean_fn, prevent_cse=False, policy=costs) if lean else losses_fn
-            found = jax.vjp(lambda params: function(params, *others), params, has_aux=has_aux)
-            return found if has_aux else (*found, None)
-
-        self.twin = lambda small: _Forward(losses_fn, params, small, args, has_aux, lean)
-        self.batch, self.lean, self.num_params = batch, lean, len(jax.tree.leaves(params))
-        program, self.shapes = jax.make_jaxpr(forward, return_shape=True)(params, batch, *args)
-        self.program = _unrounded(program)
+        self.function, self.params, self.batch, self.lean = function, params, batch, lean
+        program, self.shapes = jax.make_jaxpr(forward, return_shape=True)(params, batch)
+        self.program = _rewritten(program, _unrounded)
         shape, num_rows = jnp.shape(self.shapes[0]), len(jax.tree.leaves(batch)[0])
         if shape[:1] != (num_rows,):
             said = f"but one loss for each of the batch's {num_rows} rows was needed; take no mean over rows"
             raise InvalidInput(f"losses_fn returned the shape {shape} {said}.")
         self.backward = jax.make_jaxpr(lambda vjp, losses: vjp(losses)[0])(self.shapes[1], self.shapes[0])
 
-    def prove(self, num_kept: int) -> tuple[Any, list[Value]]:
-        """The backward of K rows, and where the rows of each saved array lie, once its gradient is the right one.
+    def prove(self, num_kept: int) -> tuple["_Forward", list[Value]]:
+        """The forward of K rows, and where each saved array holds rows, once its backward has the right gradient.
 
         Only the backward has to keep rows apart, whatever was saved: it is linear, so a row that is not kept adds
-        nothing to a sum over rows, and the rest is the same program on K rows. The forward just tells which axis of a
-        saved array to slice, and any axis that the proof accepts is a right one.
+        nothing to a sum over rows, and the rest is the same program on K rows. The forward just tells how the axis of
+        the rows in a saved array is split, and any split that the proof accepts is a right one.
         """
         batch = jax.tree.leaves(self.batch)
-        sizes = num_rows, _ = len(batch[0]), num_kept
+        sizes = len(batch[0]), num_kept
         small = jax.eval_shape(lambda batch: jax.tree.map(lambda leaf: leaf[:num_kept], batch), self.batch)
         try:
-            twin = self.twin(small)
+            twin = _Forward(self.function, self.params, small, self.lean)
         except (TypeError, ValueError) as error:
-            said = f"losses_fn takes {num_rows} rows and not {num_kept} ({str(error).splitlines()[0]})"
+            said = f"losses_fn takes {sizes[0]} rows and not {num_kept} ({str(error).splitlines()[0]})"
             raise UnsupportedOperation(f"{said}; an array with a row for each loss belongs into batch.") from error
         saved, saved_k = jax.tree.leaves(self.shapes[1]), jax.tree.leaves(twin.shapes[1])
-        ins = [*[Value()] * self.num_params, *[Value(Rows(0))] * len(batch)]
-        ins += [Value()] * (len(self.program.jaxpr.invars) - len(ins))
-        told, facts = walk(self.program, twin.program, ins, sizes)[1 : len(saved) + 1], list[Value]()
+        inputs = [*[Value()] * len(jax.tree.leaves(self.params)), *[Value(1)] * len(batch)]
+        told = walk(self.program, twin.program, inputs, sizes)[1 : len(saved) + 1]
+        facts = list[Value]()
         try:
             if [(leaf.dtype, leaf.ndim) for leaf in saved] != [(leaf.dtype, leaf.ndim) for leaf in saved_k]:
                 raise Mixes("the forward saves other arrays")
-            for leaf, leaf_k, value in zip(saved, saved_k, told, strict=True):
-                rows = rows_of(leaf.shape, leaf_k.shape, sizes)
-                found = rows and value.rows and rows.axis == value.rows.axis and value.rows.outer
-                facts.append(Value(value.rows if found else rows, number=None if value.why else value.number))
-            told = walk(self.backward, twin.backward, [*facts, Value(Rows(0), zero=True)], sizes)
-            why = None
+            for n, k, value in zip(saved, saved_k, told, strict=True):
+                outer = None if axis_of_rows(n.shape, k.shape, sizes) is None else value.outer or 1
+                facts.append(Value(outer, number=None if value.why else value.number))
+            told = walk(self.backward, twin.backward, [*facts, Value(1, zero=True)], sizes)
         except Mixes as mixes:
-            why = str(mixes).format("an array that the forward saves")
-        why = next((value.why for value in told if value.why), why)
-        if why:
+            told = [*told, Value(why=str(mixes).format("an array that the forward saves"))]
+        if why := next((value.why for value in told if value.why), None):
             said = f"Rows mix in the backward, or nothing shows that they do not: {why}. Use jax.grad on losses[rows];"
             raise UnsupportedOperation(f"{said} a second forward on batch[rows] costs less, and has another gradient.")
-        return twin.backward, facts
+        return twin, facts
 
 
-def _take(leaf: Any, value: Value, rows: Any, num_rows: int) -> Any:
-    """K rows of a saved array, or all of it where it has none."""
-    if value.rows is None:
+def _take(leaf: Any, small: Any, value: Value, rows: Any, num_rows: int) -> Any:
+    """K rows of a saved array, to the shape of ``small``, or all of it where it has none."""
+    if value.outer is None:
         return leaf
-    axis, outer, shape = value.rows.axis, value.rows.outer or 1, leaf.shape
-    inner = shape[axis] // (outer * num_rows)
-    apart = leaf.reshape(*shape[:axis], outer, num_rows, inner, *shape[axis + 1 :])
-    kept = jnp.take(apart, rows, axis + 1, mode="clip")
-    kept = kept.reshape(*shape[:axis], outer * len(rows) * inner, *shape[axis + 1 :])
+    axis = next(at for at, (n, k) in enumerate(zip(leaf.shape, small.shape, strict=True)) if n != k)
+    inner = leaf.shape[axis] // (value.outer * num_rows)
+    apart = leaf.reshape(*leaf.shape[:axis], value.outer, num_rows, inner, *leaf.shape[axis + 1 :])
+    kept = jnp.take(apart, rows, axis + 1, mode="clip").reshape(small.shape)
     if value.number is None:
         return kept
     own = jax.lax.broadcasted_iota(kept.dtype, kept.shape, axis)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -19,65 +19,53 @@ class Mixes(Exception):
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Where rows lie: ``shape[axis] == outer * num_rows * inner``; ``outer`` None: all are alike, any split holds."""
-
-    axis: int
-    outer: int | None = 1
-
-
-@dataclass(frozen=True)
 class Value:
-    """A value of the backward of N rows beside its twin of K: what holds if the other rows' cotangents are zero."""
+    """A value of the backward of N rows beside its twin of K: what holds if the other rows' cotangents are zero.
 
-    rows: Rows | None = None  # of which the twin has the kept ones; None: both are the same array
+    The axis whose size tells N from K holds rows, of which the twin has the kept ones; without one both are the same.
+    """
+
+    outer: int | None = None  # that axis has the size outer * num_rows * inner; None: rows are alike, any split holds
     zero: bool = False  # the rows that are not kept are zero; a value without rows is zero altogether
     number: int | None = None  # elements are their row's number, which counts from 0 in both: all (WHOLE), or a column
     summed: str | None = None  # an operation that summed over rows on the way here
     why: str | None = None  # what spoils the facts, in words
 
-    def moved(self, to: Callable[[int], int]) -> Self:
-        """The same facts with the rows, if any, at another axis."""
-        number = self.number if self.number == WHOLE else None
-        return replace(self, rows=Rows(to(self.rows.axis), self.rows.outer), number=number) if self.rows else self
 
-
-def joined(layouts: Iterable[Rows | None]) -> Rows | None:
-    """The one layout that all operands share; those without rows fit every layout."""
-    found = {rows for rows in layouts if rows}
-    if len({rows.axis for rows in found}) > 1 or len({rows.outer for rows in found} - {None}) > 1:
+def joined(values: Iterable[Value]) -> int | None:
+    """The one split of an axis that all values share; those without rows fit every split."""
+    found = {value.outer for value in values if value.outer is not None}
+    if len(found) > 1:
         raise Mixes("{} combines a row with another row")
-    return max(found, key=lambda rows: rows.outer or 0, default=None)
+    return max(found, default=None)
 
 
 def either(a: Value, b: Value) -> Value:
     """What holds of both: of a loop's carry before and after a step, of a branch and another."""
     why = a.why or b.why or (None if a.number == b.number else "a loop or a branch computes with the number of a row")
-    return Value(joined([a.rows, b.rows]), a.zero and b.zero, a.number, a.summed or b.summed, why)
+    return Value(joined([a, b]), a.zero and b.zero, a.number, a.summed or b.summed, why)
 
 
-def rows_of(shape: Shape, twin: Shape, sizes: tuple[int, int]) -> Rows | None:
-    """Where the rows lie, as the shapes with N and with K rows tell; in a merged axis they count as outermost."""
+def axis_of_rows(shape: Shape, twin: Shape, sizes: tuple[int, int]) -> int | None:
+    """The axis that holds the rows, as the shapes with N and with K rows tell."""
     changed = [axis for axis, (n, k) in enumerate(zip(shape, twin, strict=True)) if n != k]
     if len(changed) > 1 or any(shape[a] % sizes[0] or shape[a] * sizes[1] != twin[a] * sizes[0] for a in changed):
         raise Mixes(f"{{}} has the shape {shape} with {sizes[0]} rows and {twin} with {sizes[1]}, not a part per row")
-    return Rows(changed[0]) if changed else None
+    return changed[0] if changed else None
 
 
 Facts = list[Value]
 Rule = Callable[["Op"], "Value | Facts"]
 RULES: dict[str, Rule] = {}  # of primitives; what is not here is refused where a row reaches it
-CAREFUL = set[str]()  # their rules answer by themselves for operands that hold a row's number or have spoiled facts
 SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes"}  # the parameters that may differ with N
 
 
-def rule(names: str, *, careful: bool = False) -> Callable[[Rule], Rule]:
+def rule(names: str) -> Callable[[Rule], Rule]:
     """Enter a rule for these primitives, separated by blanks."""
 
     def enter(function: Rule) -> Rule:
         assert not RULES.keys() & names.split()
         RULES.update(dict.fromkeys(names.split(), function))
-        CAREFUL.update(names.split() if careful else ())
         return function
 
     return enter
@@ -89,38 +77,40 @@ class Op:
     def __init__(self, eqn: Any, twin: Any, ins: Facts, sizes: tuple[int, int], place: str, name: str) -> None:
         self.eqn, self.twin, self.ins, self.sizes, self.place, self.name = eqn, twin, ins, sizes, place, name
         self.params: dict[str, Any] = eqn.params
-        self.shapes: list[Shape] = [var.aval.shape for var in eqn.invars]  # of operands, with N rows
-        self.outs: list[tuple[Shape, Shape]] = [  # of results, with N rows and with K
-            (n.aval.shape, k.aval.shape) for n, k in zip(eqn.outvars, twin.outvars, strict=True)
-        ]
+        # Of operands and of results, with N rows and with K.
+        self.shapes, self.outs = (
+            [(n.aval.shape, k.aval.shape) for n, k in zip(*pair, strict=True)]
+            for pair in ((eqn.invars, twin.invars), (eqn.outvars, twin.outvars))
+        )
         self.zeros = [value.zero for value in ins]
         self.spoiled = next((value.why for value in ins if value.why), None)
-        counts = any(value.number is not None for value in ins)
-        self.counts = f"{name} computes with the number of a row" if counts else None
 
     @property
-    def rows(self) -> Rows | None:
-        """The layout that all operands share."""
-        return joined(value.rows for value in self.ins)
+    def axes(self) -> list[int | None]:
+        """The axis of each operand's rows."""
+        return [axis_of_rows(*shapes, self.sizes) for shapes in self.shapes]
 
-    @property
-    def split(self) -> Rows | None:
-        """The same wherever the rows of each operand lie: do they split a merged axis alike?"""
-        return joined(replace(value.rows, axis=0) for value in self.ins if value.rows)
+    def apart(self, zero: bool = False, along: Iterable[int] = (), sums: bool = False) -> Value:
+        """The facts of an operation that takes each row by itself, or ``sums`` over rows where its result has none.
 
-    @property
-    def lies(self) -> Rows | None:
-        """Where the rows of the operands lie in the result, at the axis that its shapes tell."""
-        rows, split = rows_of(*self.outs[0], self.sizes), self.split
-        return replace(split, axis=rows.axis) if rows and split else None
-
-    def along(self, axes: Iterable[int]) -> bool:
-        """Whether one of these axes is the rows'."""
-        return bool(self.rows and self.rows.axis in axes)
+        It does not ``along`` the axis of the rows, whether that counts from the front or, below 0, from behind.
+        """
+        held = [(shape, axis) for (shape, _), axis in zip(self.shapes, self.axes, strict=True) if axis is not None]
+        made = axis_of_rows(*self.outs[0], self.sizes)
+        if sums and held and made is None:
+            return self.summed(*self.ins)
+        if any({axis, axis - len(shape)} & {*along} for shape, axis in held):
+            raise Mixes("{} works along the axis of the rows")
+        if made is not None and not held:
+            raise Mixes("{} gives each row a part of what has no rows, as random numbers of one key")
+        if {shape[axis] for shape, axis in held} != (set() if made is None else {self.outs[0][0][made]}):
+            raise Mixes("{} combines a row with another row")
+        return Value(joined(self.ins), zero)
 
     def summed(self, *values: Value) -> Value:
         """The sum over rows of a product of these: the same in both backwards if other rows add zeros."""
-        if self.split and any(value.zero for value in values):
+        joined(self.ins)
+        if any(value.zero for value in values):
             return Value(summed=self.name)
         for first in (value.summed for value in values if value.summed):  # tells more than what spoiled it on its way
             why = f"{first} sums over rows, and its result goes back into all of them, as far as {self.name}"
@@ -144,7 +134,7 @@ def walk(program: Any, twin: Any, ins: Sequence[Value], sizes: tuple[int, int], 
     def read(n: Any, k: Any, user: str) -> Value:
         if isinstance(n, Literal) and isinstance(k, Literal):
             why = None if _same(n.val, k.val) else f"a number in {user} depends on the batch size"
-            return Value(zero=bool(np.all(n.val == 0)), why=why)
+            return Value(zero=not np.any(n.val), why=why)
         if isinstance(n, Literal) or twins[n] is not k:
             return Value(why=f"losses_fn has other operands in {user} with {sizes[0]} rows than with {sizes[1]}")
         return facts[n]
@@ -169,27 +159,20 @@ def _results(op: Op) -> Facts:
         for key, value in op.params.items():
             if not _alike(value, op.twin.params[key], op.sizes if key in SIZES else None, known is not None):
                 raise Mixes(f"{{}} has another `{key}` with {op.sizes[0]} rows than with {op.sizes[1]}")
-        if known is None and (any(value.rows for value in op.ins) or any(n != k for n, k in op.outs)):
+        if known is None and any(n != k for n, k in [*op.shapes, *op.outs]):
             raise Mixes("{} has no rule that says whether it mixes rows")
         found = known(op) if known else Value()
-        found = found if isinstance(found, list) else [found] * len(op.outs)
+        if isinstance(found, Value):  # a list speaks for each result by itself
+            counts = found.number is None and any(value.number is not None for value in op.ins)
+            why = found.why or op.spoiled or (f"{op.name} computes with the number of a row" if counts else None)
+            found = [replace(found, why=why)] * len(op.outs)
         for value, shapes in zip(found, op.outs, strict=True):
-            rows = value.rows if value.why else rows_of(*shapes, op.sizes)
-            if (rows and rows.axis) != (value.rows and value.rows.axis):
-                raise Mixes("{} combines a row with another row")
-        if op.eqn.primitive.name not in CAREFUL:
-            counts = [op.counts if value.number is None else None for value in found]
-            found = [
-                replace(value, why=value.why or op.spoiled or why) for value, why in zip(found, counts, strict=True)
-            ]
+            _ = value.why or axis_of_rows(*shapes, op.sizes)
     except Mixes as mixes:
-        found = [Value(why=op.spoiled or str(mixes).format(op.name))] * len(op.outs)
-    summed, results = next((value.summed for value in op.ins if value.summed), None), list[Value]()
-    for value, shapes in zip(found, op.outs, strict=True):
-        # Of what is spoiled the shapes still tell where rows may lie.
-        rows = value.rows or next((Rows(at) for at, (n, k) in enumerate(zip(*shapes, strict=True)) if n != k), None)
-        results.append(replace(value, rows=rows, summed=value.summed or summed))
-    return results
+        why = op.spoiled or str(mixes).format(op.name)
+        found = [Value(None if n == k else 1, why=why) for n, k in op.outs]  # where rows may lie, as the shapes tell
+    summed = next((value.summed for value in op.ins if value.summed), None)
+    return [replace(value, summed=value.summed or summed) for value in found]
 
 
 def _same(a: Any, b: Any) -> bool:
