@@ -174,6 +174,25 @@ def test_rows_that_thinning_drew_count_as_those_they_were_drawn_from():
         assert (norms._needs_all_rows(g) is not None) == few
 
 
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_sums_of_a_half_precision_model_are_float32(drawn: bool):
+    # Red: on a CPU sums of more than 65,504 make the gradient NaN.
+    x = 10 * torch.randn(N, 3, 30, 30, dtype=torch.float64)
+    rows = RowSet(torch.arange(40), N, unique=True, batchnorm="rows")
+    rows = drawn_rows(rows, torch.arange(40), torch.ones(40)) if drawn else rows
+
+    def run(kind: torch.dtype) -> list[Tensor]:
+        given, weight, every = x.to(kind), torch.ones(3, dtype=kind), [True] * 3
+        _, *about = torch.native_batch_norm(given, weight, None, None, None, True, 0.1, 1e-5)
+        g = RowSlice(given[:40].sin(), rows, Layout(0, N), given.shape)
+        dx, *sums = norms.batch_norm_backward(norms.NATIVE, g, given, weight, None, None, *about, True, 1e-5, every)
+        assert {t.dtype for t in (dx.values, *sums)} == {kind}
+        return [t.double() for t in (dx.values, *sums)]
+
+    for found, right in zip(run(torch.float16), run(torch.float64), strict=True):
+        assert (found - right).norm() < 0.01 * right.norm()
+
+
 def test_a_compiled_region_decides_as_eager_mode_does():
     # Red: the region keeps the choice of its first backward for every number of rows, or for every policy.
     model, x = mlp(), batch()

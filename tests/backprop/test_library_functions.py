@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 
 import pytest
@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 import rowprop
 from picks import ROWS, N, Take, as_indexed, assert_same_gradients, gradients, indexed, passing, weight
 from rowprop.backprop.layout import Layout
+from rowprop.backprop.rules import attention as rules
 from rowprop.backprop.rules.attention import flex_attention_backward
 from rowprop.backprop.rules.registry import RULES, rule_of_function
 from rowprop.backprop.sliced import NO_RULE, Densify, RowSet, RowSlice
@@ -493,12 +494,16 @@ def test_whole_segments_cost_their_share(name: str, monkeypatch):
 LOOK = "which packed sequences hold a kept token"
 
 
-@pytest.mark.parametrize("readable", [True, False], ids=["a device", "a CUDA graph"])
-# Red when: each layer looks at the lengths anew; the look is not reported; queries' gradients, and those of cut keys,
-# are dense while a CUDA graph is captured.
-def test_the_host_looks_at_a_packing_once_where_it_can(readable: bool, monkeypatch):
+@pytest.mark.parametrize("which", ["a device", "a CUDA graph", "a token in no sequence"])
+# Red when: each layer looks at the lengths anew, also where it cannot go by them; the look is not reported; queries'
+# gradients, and those of cut keys, are dense while a CUDA graph is captured.
+def test_the_host_looks_at_a_packing_once_where_it_can(which: str, monkeypatch):
+    readable, known = which != "a CUDA graph", which == "a device"
     monkeypatch.setattr("rowprop.host.READ_AT_ONCE", set())
     monkeypatch.setattr("rowprop.backprop.rows.readable", lambda _: readable)
+    if "token" in which:  # what is answered there, after the look
+        look = rules.packed_of
+        monkeypatch.setattr(rules, "packed_of", wraps(look)(lambda *about: look(*about) and None))
     attend = packed_of(lambda q, k, v: varlen_attn(q, k, v, ENDS, ENDS, T, T, **TOLD))
     (x, w), chosen = layers(torch.float64), WHOLE.flatten().nonzero().squeeze(1)
 
@@ -509,7 +514,7 @@ def test_the_host_looks_at_a_packing_once_where_it_can(readable: bool, monkeypat
         report = as_indexed(step, attention="cut")
     assert report.waited == ({LOOK: 1} if readable else {}) and report.cut == {"varlen_attn": 2}
     reasons = {name: found.reason for name, found in report.densified.items()}
-    assert reasons == ({} if readable else {"varlen_attn": "the kernel takes all tokens"})
+    assert reasons == ({} if known else {"varlen_attn": "the kernel takes all tokens"})
 
 
 def test_synchronised_batch_norm_densifies_and_says_why():

@@ -164,11 +164,11 @@ class RowSet:
         """Compute something that follows from the index, once for each stream of a backward."""
         key = (make.__name__, *about, self.stream)
         try:
-            found = self._derived.get(key)
+            found = self._derived.get(key, ...)
         except TypeError:  # a size that is a symbol has no hash
             key = tuple(map(str, key))
-            found = self._derived.get(key)
-        if found is None:
+            found = self._derived.get(key, ...)
+        if found is ...:
             if not self._derived:  # rows and those derived from them hold each other
                 outer().ends.append(self._derived.clear)
             found = self._derived[key] = make(*about)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rows import Hook, NeedsAllRows, RowSet
-from rowprop.backprop.rules.norms import in_one_format, statistics
+from rowprop.backprop.rules.norms import in_one_format, saved, statistics
 from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.sliced import RowSlice, along_rows, gather_plain, of_lines, rows_apart
 from rowprop.thinning.squares import norms_over, of_convolution, of_product, wide_type
@@ -165,7 +165,7 @@ def _batch_norm(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
 
     Those are the batch's rows, or the rows of a pick: then components are removed as the rule for a pick does.
     """
-    input, weight, mean, invstd, mask = call.input, call.weight, call.save_mean, call.save_invstd, call.output_mask
+    input, weight, (mean, invstd), mask = call.input, call.weight, saved(call), call.output_mask
     base, weights = g.rows.stands_for()
     assert weights is not None
     if base.unique and not g.rows.unique:  # rows that repeat in the base too were drawn one by one

@@ -137,19 +137,25 @@ def _project(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
     The ordinary kernel does so if it receives the statistics of the kept rows instead of the batch's. The scale of its
     result is then corrected per channel: the forward's x-hat is ``(x - mean) * invstd`` of the full batch.
     """
-    weight, mean, invstd, mask = call.weight, call.save_mean, call.save_invstd, call.output_mask
+    weight, (mean, invstd), mask = call.weight, saved(call), call.output_mask
     values, x = in_one_format(g, call.input)
     x = x if g.rows.stored is None else g.rows.stored(x)
     kept_mean, kept_var = statistics(call.op, x, mean)
     kept_std = (kept_var + call.eps).sqrt()
     scale = invstd * kept_std
-    scaled = scale if weight is None else (weight * scale).to(weight.dtype)
+    scaled = scale if weight is None else weight * scale
     kept_invstd = kept_std.reciprocal()
     about = None, None, kept_mean, kept_invstd, True, call.eps, [mask[0], True, True]
     dx, dw, db = call.op(values, x, scaled, *about)
     if mask[1]:  # the sum of g * x-hat, with x-hat of the full batch
-        dw = torch.addcmul(dw * scale, db, (kept_mean - mean) * invstd).to(dw.dtype)
+        dw = torch.addcmul(dw * scale, db, (kept_mean - mean) * invstd)
+    dw, db = (t if weight is None else t.to(weight.dtype) for t in (dw, db))
     return (g.like(dx) if mask[0] else None), (dw if mask[1] else None), (db if mask[2] else None)
+
+
+def saved(call: Call) -> list[Tensor]:
+    """The batch's mean and inverse deviation, at least float32: in float16, which the CPU may save, sums overflow."""
+    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in (call.save_mean, call.save_invstd)]
 
 
 def statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
