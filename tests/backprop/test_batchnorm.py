@@ -227,6 +227,13 @@ def test_verify_takes_the_default_and_tells_the_projection(keep: float, status: 
     assert ("projected over the kept rows" in result.verdict) == (status == "by design")
 
 
+def test_verify_knows_which_of_two_batch_norms_projects():
+    # Red: the formula is asked for where the gradient was exact, for too few values of a channel.
+    layers = [nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(12, 1)).double()
+    assert rowprop.verify(model, batch(), losses_of, keep=0.3).status == "by design"
+
+
 def test_the_step_takes_the_default():
     # Red: Sliced has another default than pick.
     assert Sliced().batchnorm is None

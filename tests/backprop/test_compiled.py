@@ -266,6 +266,16 @@ def test_a_symbolic_batch_from_the_start():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_zeros_of_a_symbolic_batch_are_taken_apart():
+    # As below a real Fourier transform. Red where their rows are counted by an op that symbols lack: all is full-size.
+    model = compile_model(
+        zoo.Net(lambda net, x: net.b(torch.fft.rfft(net.a(x)).abs()), a=nn.Linear(16, 8), b=nn.Linear(5, 4)),
+        dynamic=True,
+    )
+    for n in (N, 9):
+        assert "compiled region" not in compare(model, vectors(n), ROWS).densified
+
+
 @pytest.mark.parametrize("time_first", [False, True])
 def test_what_a_trace_fixes_holds_for_no_other_trace(time_first):
     # Tokens leave the region in one dimension, so a trace fixes the length. Red in one environment for all traces: the

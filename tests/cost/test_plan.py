@@ -385,11 +385,15 @@ def test_on_an_accelerator_every_k_warms_up_however_long_a_step_takes(monkeypatc
     assert warmups == [0, 0, 0, 1]  # for each device: the plain step by itself, then the rounds
 
 
-def test_it_says_that_a_device_waits_for_the_calls_of_sliced(monkeypatch):
-    # Red when another way's wait is told, or that at another keep.
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_it_says_that_a_device_waits_for_the_calls_of_sliced(scale, monkeypatch):
+    # Red when another way's wait is told, or that at another keep, or only that of a way that is, or is not, chosen.
     def measured(routines, **options):
         timings = measure(routines, **options)
-        return {key: replace(t, host_s=9.0 if key in waiting else 0.0) for key, t in timings.items()}
+        for key in waiting & timings.keys():
+            rounds = tuple({phase: scale * s for phase, s in each.items()} for each in timings[key].rounds)
+            timings[key] = replace(timings[key], rounds=rounds, host_s=9e9)
+        return timings
 
     monkeypatch.setattr("rowprop.cost.plan.measure", measured)
     for key, told in ((("sliced", 0.25), True), (("sliced", 0.5), False), (("recompute", 0.25), False)):

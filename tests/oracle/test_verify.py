@@ -448,12 +448,20 @@ def test_a_compiled_model_is_not_compiled_again():
     assert len(compiled) == before
 
 
+def ran(**grads: float) -> Ran:
+    tensors: dict[str, Tensor | None] = {name: torch.tensor([value]) for name, value in grads.items()}
+    return Ran(tensors, {}, [], False, [], torch.float32, cast("Any", None), torch.Size(), None)
+
+
+@pytest.mark.parametrize("other", [1.0, 0.0])
+def test_a_gradient_of_exact_zeros_is_measured_against_the_others(other: float):
+    # Red when: what rounding leaves of it is infinitely off, or where there is no other, zero is divided by.
+    left = ran(zero=1e-9 * other, other=other)
+    assert Yardstick(1e-5, {"zero": 0.0, "other": 0.0}).compare("", ran(zero=0.0, other=other), left).agrees
+
+
 def test_a_parameter_that_disagrees_comes_before_one_with_a_larger_error_that_is_rounding():
     # Red when: the errors are sorted by size alone: the comparison, which looks at the first, would agree.
-    def ran(**grads: float) -> Ran:
-        tensors: dict[str, Tensor | None] = {name: torch.tensor([value]) for name, value in grads.items()}
-        return Ran(tensors, {}, [], False, [], torch.float32, cast("Any", None), torch.Size(), None)
-
     found = Yardstick(1e-3, {"noisy": 0.01}).compare("", ran(noisy=1.0, wrong=1.0), ran(noisy=1.05, wrong=1.01))
     assert [entry.name for entry in found.errors] == ["wrong", "noisy"]
     assert [entry.agrees for entry in found.errors] == [False, True]

@@ -169,8 +169,7 @@ class RowSet:
             key = tuple(map(str, key))
             found = self._derived.get(key, ...)
         if found is ...:
-            if not self._derived:  # rows and those derived from them hold each other
-                outer().ends.append(self._derived.clear)
+            outer().ends.append(self._derived.clear)  # rows and those derived from them hold each other
             found = self._derived[key] = make(*about)
         return found
 

@@ -107,7 +107,7 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
     if part is not None:
         return part
     rows: RowSet = g.rows
-    per_row, left = divmod(prod(g.shape), rows.num_rows)
+    per_row, left = prod(g.shape) // rows.num_rows, prod(g.shape) % rows.num_rows
     parts = None if left or 0 in size else _row_parts(size, stride, rows.num_rows, per_row)
     if parts is None:
         return Densify("the strides do not lead from row to row, or not to every row")
@@ -155,16 +155,13 @@ def _row_parts(size: Sequence[int], stride: Sequence[int], num_rows: int, per_ro
 @rule("slice.Tensor", positions=True, fills_zeros=True)
 def slice_(op: Any, g: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """Part of a dimension: where it holds rows, rows outside of the slice go on as zeros."""
-    dim %= len(g.shape)
-    first, count = _taken(g.shape[dim], start, end, step)
     if type(g) is Zeros:  # the gradient of a real Fourier transform is copied into half of them
-        strides = [prod(g.shape[d + 1 :]) for d in range(len(g.shape))]
-        size, offset = [*g.shape[:dim], count, *g.shape[dim + 1 :]], first * strides[dim]
-        strides[dim] *= step
-        return as_strided(op, g, size, strides, offset)
-    g = _unplaced(g)
+        part = op(torch.empty(g.shape, device="meta"), dim, start, end, step)
+        return as_strided(op, g, part.shape, part.stride(), part.storage_offset())
+    dim, g = dim % g.ndim, _unplaced(g)
     if not g.layout.holds(dim):
         return g.like(op(g.values, dim, start, end, step))
+    first, count = _taken(g.shape[dim], start, end, step)
     return g if count == g.shape[dim] else g.renumbered(dim, count, Affine(1, -first, step))
 
 
