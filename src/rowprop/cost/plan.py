@@ -386,7 +386,8 @@ class Way:
         peak_bytes: The most that the step holds at once beyond the memory held before it.
         gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm may be projected over
             the kept rows; or, never chosen, ``"another"``, or for ``"thinned"`` ``"in expectation"`` that of all rows.
-        waits: Whether an accelerator waited for Python, whose calls took as long as the measured step.
+        waits: Whether the measured step took as long as its calls from Python: an accelerator waited for them, or they
+            for it, where the losses or the optimizer read its values.
     """
 
     engine: str
@@ -568,7 +569,7 @@ def _clauses(plan: Plan) -> Iterator[str]:
         remark = "" if way.eligible else f" and is not chosen: {plan.notes.get(way.engine, IN_EXPECTATION)}"
         yield f"{way.engine} takes {milliseconds(way.step_s)}{remark}"
     if any(way.waits for way in (choice, *here) if way.engine == "sliced"):
-        yield "in sliced the device waits for Python: compile the model (docs/compile.md)"
+        yield "sliced takes as long as its calls from Python: compile the model, unless it reads the device itself"
     engines = {way.engine for way in plan.ways}
     yield from (f"{engine} left out: {why}" for engine, why in plan.notes.items() if engine not in engines)
     if choice.gradient == BY_POLICY:
