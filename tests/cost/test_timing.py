@@ -214,6 +214,12 @@ def test_each_variant_runs_the_calls_of_its_engine():
         assert all(seconds > 0 for seconds in found[way].rounds[0].values())
 
 
+def test_a_step_does_not_wait_to_look_at_its_losses():
+    # Red when NaN are looked for: the host would wait for the device in each step, and `waits` be true of all.
+    nan = lambda model, batch: losses(model, batch) * torch.nan  # noqa: E731
+    measure_step(*subject(), nan, [Variant("sliced", 0.5), Variant("recompute", 0.5)], rounds=1, warmup=0)
+
+
 def test_nothing_is_left_behind():
     model, batch = subject()
     model[4].weight.grad = torch.ones(3, 8)

@@ -84,7 +84,7 @@ def verify(
 
     Cost:
         Four training steps, a fifth where something densified, one more where parameters are drawn anew, and one to
-        five more where the engine differs; one copy of parameters and buffers, three of gradients. Parameters, buffers,
+        eight more where the engine differs; one copy of parameters and buffers, three of gradients. Parameters, buffers,
         gradients, the batch's too, modes and the random state are put back; what else a forward changes is not.
 
     Note:
