@@ -84,8 +84,9 @@ def verify(
 
     Cost:
         Four training steps, a fifth where something densified, one more where parameters are drawn anew, and one to
-        eight more where the engine differs; one copy of parameters and buffers, three of gradients. Parameters, buffers,
-        gradients, the batch's too, modes and the random state are put back; what else a forward changes is not.
+        eight more where the engine differs; one copy of parameters and buffers, three of gradients. Parameters,
+        buffers, gradients, the batch's too, modes and the random state are put back; what else a forward changes is
+        not.
 
     Note:
         Upstream of a densified op both gradients are dense and agree by themselves: no rule is exercised there.
