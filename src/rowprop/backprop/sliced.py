@@ -380,9 +380,12 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
 
 
 def _selected(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
-    """As ``index_select``, whose kernel of CUDA for up to 16 entries is four times slower than indexing."""
+    """As ``index_select``, whose kernel of CUDA for up to 16 entries moves bytes at a third of the speed of indexing.
+
+    Indexing takes the host 15 us more, so only large rows are taken by it.
+    """
     kept = index.numel()
-    if tensor.is_cuda and type(kept) is int and kept <= 16:
+    if tensor.is_cuda and type(kept) is int and kept <= 16 and kept * tensor.numel() > tensor.shape[dim] << 23:
         return torch.ops.aten.index.Tensor(tensor, [None] * dim + [index])
     return tensor.index_select(dim, index)
 
