@@ -14,7 +14,7 @@ from rowprop.backprop.foreign import prepare
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import transformed
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.rows import RowSet, current_stream, has_streams
+from rowprop.backprop.rows import RowSet, present_stream
 from rowprop.backprop.sliced import RowSlice, Zeros
 
 
@@ -59,7 +59,7 @@ def rows_in(grad: Tensor, layout: Layout) -> RowSlice:
 
 def _all_rows(num_rows: int, device: torch.device) -> RowSet:
     """The set of all rows: one in each backward, so that gradients which meet know their rows' common places."""
-    key = "all rows", num_rows, device, current_stream(device) if has_streams(device) else None
+    key = "all rows", num_rows, device, present_stream(device)()
 
     def every() -> RowSet:
         return RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")

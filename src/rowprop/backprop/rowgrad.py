@@ -46,7 +46,7 @@ class RowGrad(Tensor):
         self = _make(cls, sliced.shape, strides=strides, dtype=source.dtype, device=source.device)
         self.sliced = sliced
         if sliced.rows.streams is not None:
-            self.made = sliced.rows, sliced.rows.stream
+            self.made = sliced.rows, sliced.rows.stream()
         return self
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -102,6 +102,7 @@ class RowSet:
         self.recent: dict[Any, tuple[Tensor, Any, Tensor]] = {}  # the last two gathers, by the places of their sources
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
         self.stored: Callable[[Tensor], Tensor] | None = None  # has a traced graph write a tensor to memory
+        self.stream = present_stream(index.device)  # tells the stream that work is put on now
         # Where the device has streams: those that gradients of these rows were used on, once there are several.
         self.streams: list[Any] | None = [] if has_streams(index.device) else None
 
@@ -145,11 +146,6 @@ class RowSet:
         return (self.origin or self).marked
 
     @property
-    def stream(self) -> Any:
-        """The stream that work on the device is put on now; None if the device has no streams."""
-        return None if self.streams is None else current_stream(self.index.device)
-
-    @property
     @_once
     def first(self) -> Tensor:
         """For each entry of ``index`` the place of the first entry with the same row, (K,)."""
@@ -162,7 +158,7 @@ class RowSet:
 
     def once(self, make: Callable[..., Any], *about: Any) -> Any:
         """Compute something that follows from the index, once for each stream of a backward."""
-        key = (make.__name__, *about, self.stream)
+        key = (make.__name__, *about, self.stream())
         try:
             found = self._derived.get(key, ...)
         except TypeError:  # a size that is a symbol has no hash
@@ -324,11 +320,16 @@ def has_streams(device: torch.device) -> bool:
     return cast(torch.device, torch.accelerator.current_accelerator()).type == device.type
 
 
-def current_stream(device: torch.device) -> Any:
-    """The stream that work on this device is put on now. Some ops ask three times, so it is the cheapest call."""
+def present_stream(device: torch.device) -> Callable[[], Any]:
+    """Tells whenever it is called the stream that work on this device is put on; None if the device has no streams.
+
+    Some ops ask three times, so it is the cheapest call that there is.
+    """
+    if not has_streams(device):
+        return lambda: None
     if device.type == "cuda":
-        return torch._C._cuda_getCurrentStream(device.index)  # pyright: ignore
-    return torch.accelerator.current_stream(device)
+        return partial(torch._C._cuda_getCurrentStream, device.index)  # pyright: ignore
+    return partial(torch.accelerator.current_stream, device)
 
 
 def record(tensor: Tensor) -> None:

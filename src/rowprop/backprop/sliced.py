@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rowprop.backprop.backward import running, unpacks
 from rowprop.backprop.layout import Layout, Part, layout_as, pieces, view
-from rowprop.backprop.rows import Affine, NeedsAllRows, RowSet, check_readable, current_stream, joined, record, wait_for
+from rowprop.backprop.rows import Affine, NeedsAllRows, RowSet, check_readable, joined, record, wait_for
 from rowprop.backprop.watch import note_densified
 
 
@@ -257,7 +257,7 @@ class Zeros:
 def bring(rows: RowSet, content: RowSlice | Zeros | Tensor, last: Any) -> Any:
     """Make a gradient's memory, used ``last`` on that stream, safe to use on the present one; returns the latter."""
     assert rows.streams is not None
-    now = current_stream(rows.index.device)
+    now = rows.stream()
     if now == last and (type(content) is not Zeros or not rows.streams):
         return now
     if last not in rows.streams:
@@ -315,7 +315,7 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     if type(tensor) is not Tensor or tensor.is_meta or tensor.is_inference():
         return gather_plain(tensor, rows.index, layout, parts)
     recent, key = rows.recent, (tensor.untyped_storage()._cdata, tensor.storage_offset())  # pyright: ignore
-    about = tensor._version, layout, rows.stream  # pyright: ignore[reportPrivateUsage]
+    about = tensor._version, layout, rows.stream()  # pyright: ignore[reportPrivateUsage]
     if key in recent:  # while a source lives, no other storage has its address
         source, told, result = recent[key]
         if told == about and _entries(source) == _entries(tensor) and not unpacks():

@@ -96,7 +96,7 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
         return None
     if len(sets) == 1:
         return args, kwargs
-    unions, key = running().unions, (frozenset(sets), coarse.rows.stream)  # for the stream that the index is made on
+    unions, key = running().unions, (frozenset(sets), coarse.rows.stream())  # for the stream that the index is made on
     if key not in unions:
         wholes = {s.whole and s.whole[0] for s in sets}
         known = len(wholes) == 1 and None not in wholes and sum(s.kept for s in sets) < coarse.rows.num_rows
@@ -181,7 +181,7 @@ def end_to_end(pieces: Sequence[RowSlice]) -> RowSlice | Tensor:
         for piece in pieces[1:]:
             piece.add_into(out)
         return out
-    unions, key = running().unions, (tuple(sets), first.rows.stream)
+    unions, key = running().unions, (tuple(sets), first.rows.stream())
     if key not in unions:
         unions[key] = _end_to_end(sets, unique=all(s.unique for s in sets))
     split = [rows_apart(piece.values, piece.layout.compact(piece.rows.kept)) for piece in pieces]
