@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -884,6 +885,21 @@ def test_a_selection_of_ones_own_is_checked_without_waiting():
     if ON_GPU:
         torch.cuda.synchronize()  # a failed assertion of the device would be told here
     assert selection.num_kept == 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_step_tells_that_the_device_waits_for_python(waits: bool):
+    # Red when: what is small on this device is not told, or what is large is.
+    width, rows, layers = (8, 8, 64) if waits else (4096, 8192, 4) if ON_GPU else (128, 256, 4)
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)]).to(DEVICE)
+    losses_fn = lambda model, x: model(x).square().mean(1)  # noqa: E731
+    step = rowprop.SelectiveBackprop(model, losses_fn, rowprop.TopK(0.25), nonfinite="keep")
+    x = torch.randn(rows, width, device=DEVICE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            step(x)[0].backward()
+    assert any("waits for Python" in str(each.message) for each in caught) == (waits and ON_GPU)
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -32,7 +32,7 @@ class MissingExtra(RowpropError, ImportError):
 
 
 class TooSmall(UserWarning):
-    """The model of a step is too small to gain by slicing: a count on its graph says so, not a clock."""
+    """The model of a step is too small to gain by slicing: a count on its graph says so, or a device that waits."""
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +135,27 @@ def test_it_is_silent_under_autocast_and_on_a_device_whose_costs_nobody_measured
         assert stepped(*mlp()) == []
     monkeypatch.setattr("rowprop.step.small.COSTS", {})
     assert stepped(*mlp()) == []
+
+
+@pytest.mark.parametrize(("last_s", "warnings_of"), [(0.04, [0] * 10 + [1, 0]), (0.06, [0] * 12)])
+def test_a_device_that_is_done_once_all_is_queued_waits_for_python(
+    monkeypatch: pytest.MonkeyPatch, last_s: float, warnings_of: list[int]
+):
+    # The host queues each backward in a second, and the device is done so much later; in the first five, whose kernels
+    # are loaded, and in the last one as told. Red when it judges other backwards, or one of them alone, or goes on.
+    later_s = iter([9.0] * 5 + [0.0] * 4 + [last_s])
+    clock = SimpleNamespace(s=0.0)
+
+    def perf_counter() -> float:
+        clock.s += 1.0
+        return clock.s
+
+    monkeypatch.setattr("rowprop.step.small.has_streams", lambda device: True)
+    monkeypatch.setattr("rowprop.step.small.time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr("rowprop.step.small.drained_s", lambda device: clock.s + next(later_s))
+    model, batch = mlp()
+    selective = SelectiveBackprop(model, row_losses, rowprop.TopK(0.25))
+    assert [len(warned(lambda: selective(batch)[0].backward())) for _ in range(12)] == warnings_of
 
 
 def test_it_can_be_filtered_and_changes_no_result(monkeypatch: pytest.MonkeyPatch):

@@ -66,8 +66,8 @@ class SelectiveBackprop:
             factors per row multiply the weights; or the :class:`rowprop.history.PruningSampler` that fills the batches,
             with its history inside. Needs the ids in each call. Default None: no memory.
         engine: ``"sliced"`` (default), ``"recompute"`` or ``"masked"``, or an object of :mod:`rowprop.engines`.
-            :func:`rowprop.plan` measures which one pays. A model too small to gain by ``sliced`` on a CPU warns once,
-            with :class:`rowprop.TooSmall`.
+            :func:`rowprop.plan` measures which one pays. A model too small to gain by ``sliced`` warns once, with
+            :class:`rowprop.TooSmall`; to see that, an accelerator's first ten steps wait for it after the backward.
         ranks: How the ranks of a distributed training select together, :class:`rowprop.distributed.Local` or
             :class:`rowprop.distributed.Global`. Default None: each process selects for itself.
         accumulate_to: B. Gathers kept rows over several batches, and of all ranks, until exactly B have contributed:
@@ -144,6 +144,7 @@ class SelectiveBackprop:
         self._contributed = 0  # rows of all ranks, to the pending optimizer step; always 0 without accumulate_to
         self._trained = (0, 0)  # rows of the sampler's epoch, and the number of that epoch
         self._size_is_known = False
+        self._done_at_once: list[bool] = []  # see warn_if_too_small
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self) and not name.startswith("_"):
@@ -195,6 +196,10 @@ class SelectiveBackprop:
             loss = kept.to(torch.promote_types(kept.dtype, selection.weights.dtype)).mean()
         else:
             loss = (kept * selection.weights).sum()
+        if not self._size_is_known:  # before the flags: the host may wait for those at the backward's end
+            self._size_is_known = warn_if_too_small(
+                self.engine, scored.losses, selection, self.unit, loss, self._done_at_once
+            )
         _check_late(loss, call.late, self.unit)
         contributed = self._contributed + sum(kept_by_rank)
         record = Record(
@@ -215,8 +220,6 @@ class SelectiveBackprop:
         self._remember(selection, scored, kept.detach())
         self._contributed = 0 if record.ready else contributed
         self._step += 1
-        if not self._size_is_known:
-            self._size_is_known = warn_if_too_small(self.engine, scored.losses, record)
         return loss, record
 
     def _context(self, index: object, ids: Tensor | None, classes: Tensor | None, progress: float | None) -> Context:

@@ -1,48 +1,94 @@
-"""A word to who trains a model that is too small to gain by slicing: the graph's sizes tell it, and no clock."""
+"""A word to who trains a model that is too small to gain by slicing.
+
+On a CPU the graph's sizes tell it, and no clock; on an accelerator a few backwards that it was done with at once.
+"""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from rowprop.backprop.rows import has_streams
 from rowprop.engines import Engine, Sliced
 from rowprop.errors import TooSmall
-from rowprop.step.record import Record
+from rowprop.host import drained_s, readable
+from rowprop.selection import Selection
 from rowprop.thinning.worth import COSTS, work_below
 
 FEW = 0.25  # who keeps more rows than this share is judged as at this share: a small model is told, not a large keep
+WATCHED, JUDGED = 10, 5  # backwards on an accelerator: the first ones load kernels, so the last five of ten are judged
+_unasked = ContextVar("_unasked", default=False)
+_FILTER = "and the filter of this warning is rowprop.TooSmall."
 
 
-def warn_if_too_small(engine: Engine, losses: Tensor | None, record: Record) -> bool:
+def warn_if_too_small(
+    engine: Engine, losses: Tensor | None, selection: Selection, unit: str, loss: Tensor, at_once: list[bool]
+) -> bool:
     """Warn where the backward of all rows is less work than one of K rows with its Python at each op.
 
-    The work is counted as for thinning (``thinning.worth``), at the speed of one core, in float32. On more cores the
-    products are faster and the Python is not, so a model that is too small for one core is too small there as well.
-    Where that says nothing, nothing is said: on an accelerator, in other dtypes, and where a node cannot be looked into
-    (custom functions, compiled regions, recurrent kernels) or is slower than its FLOPs (grouped convolutions).
-    ``losses`` are of all rows, with their graph. Returns whether it is settled; not if every row is trained, or none.
+    On a CPU the work is counted as for thinning (``thinning.worth``), at the speed of one core, in float32. On more
+    cores the products are faster and the Python is not, so a model too small for one core is too small there as well.
+    Where that says nothing, nothing is said: in other dtypes, and where a node cannot be looked into (custom functions,
+    compiled regions, recurrent kernels) or is slower than its FLOPs (grouped convolutions). On an accelerator see
+    :func:`_watch`. ``losses`` are of all rows, with their graph, and ``loss`` is the step's. Returns whether it is
+    settled; not if every row is trained, or none.
     """
-    if not isinstance(engine, Sliced):
+    if not isinstance(engine, Sliced) or _unasked.get():
         return True
-    if losses is None or losses.grad_fn is None or not 0 < record.num_kept < record.num_rows:
+    if losses is None or losses.grad_fn is None or not 0 < selection.num_kept < selection.num_rows:
         return False
+    if has_streams(losses.device):
+        if len(at_once) < WATCHED:
+            _watch(loss, at_once)
+            return False
+        if all(at_once[-JUDGED:]):
+            waits = f"runs on a device that waits for Python: {JUDGED} backwards were done as soon as all was queued"
+            remedy = "compile the model with backend='rowprop' and mode='reduce-overhead', or take engine='recompute'"
+            _warn(f"{waits}; {remedy}; rowprop.plan measures each, {_FILTER}")
+        return True
     kind = losses.device.type
     if kind not in COSTS or losses.dtype != torch.float32 or torch.is_autocast_enabled(kind):
         return True
     work, _ = work_below(losses, -1)
-    least = work.fixed + min(FEW, record.num_kept / record.num_rows) * work.by_row
+    least = work.fixed + min(FEW, selection.num_kept / selection.num_rows) * work.by_row
     if least >= work.exact and not _grouped(losses.grad_fn):
-        size = f"{record.num_rows} {record.unit}s is as much work as {work.exact / 1e6:,.1f} MFLOP"
+        size = f"{selection.num_rows} {unit}s is as much work as {work.exact / 1e6:,.1f} MFLOP"
         fixed = f"the fixed cost of slicing is as much as {work.fixed / 1e6:,.0f}"
-        remedy = "rowprop.plan measures both, and the filter of this warning is rowprop.TooSmall."
-        small = "SelectiveBackprop got a model too small to gain by slicing on a CPU: its backward of all"
-        warnings.warn(f"{small} {size}, and {fixed}; {remedy}", TooSmall, stacklevel=3)
+        small = "got a model too small to gain by slicing on a CPU: its backward of all"
+        _warn(f"{small} {size}, and {fixed}; rowprop.plan measures both, {_FILTER}")
     return True
+
+
+def _warn(found: str) -> None:
+    warnings.warn(f"SelectiveBackprop {found}", TooSmall, stacklevel=4)
+
+
+def _watch(loss: Tensor, at_once: list[bool]) -> None:
+    """Note at the end of this loss's backward whether the device had done it as soon as all was queued.
+
+    So it is if the device needs less than a twentieth of the backward's time more than the host; who has too much to do
+    for that waits a few times, after the backward. A clock decides what is printed, and nothing else.
+    """
+    device = loss.device
+
+    def begun(_: Tensor) -> None:
+        begun_s = time.perf_counter()
+
+        def queued() -> None:
+            queued_s = time.perf_counter()
+            at_once.append(drained_s(device) - queued_s < 0.05 * (queued_s - begun_s))
+
+        cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(queued)
+
+    if readable(loss) and loss.requires_grad:
+        loss.register_hook(begun)
 
 
 def _grouped(root: Any) -> bool:
@@ -60,8 +106,11 @@ def _grouped(root: Any) -> bool:
 
 @contextmanager
 def unwarned() -> Generator[None]:
-    """Steps without that warning, and without the one on BatchNorm: for what measures or compares them anyway."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TooSmall)
-        warnings.filterwarnings("ignore", "batchnorm=None meets")
-        yield
+    """Steps that do not look for it, and do not warn of BatchNorm: for what measures or compares them anyway."""
+    before = _unasked.set(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "batchnorm=None meets")
+            yield
+    finally:
+        _unasked.reset(before)
