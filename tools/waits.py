@@ -29,6 +29,7 @@ from rowprop.engines import ENGINES
 from rowprop.history import LossHistory, PruningSampler, ReducibleLoss
 from rowprop.schedule import Schedule
 from rowprop.selection import PerClass, Selection
+from rowprop.step.small import unwarned
 
 PAGE = Path(__file__).parent.parent / "docs" / "devices.md"
 BEGIN, END = "<!-- tables: written by nox -s waits -->\n", "<!-- end of tables -->\n"
@@ -287,6 +288,7 @@ def thinned(device: Accelerator, steps: int = 6, **settings: float) -> tuple[lis
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
+@unwarned()  # the first ten steps wait once more, to see whether the device does
 def measured(device: Accelerator) -> dict[str, Any]:
     """All counts, as JSON has them: lists of the places where the host waited."""
     return {
