@@ -35,8 +35,8 @@ KEEPS = 0.1, 0.25, 0.5
 NETWORKS = {
     "MLP, N = 512": lambda: mlp(512, width=1024, inputs=512, depth=4),
     "CNN, N = 64": lambda: cnn(64, width=64, side=32),
-    "ViT, N = 64": lambda: vit(64, width=192, side=32, depth=4, heads=3),
-    "Wide ViT, N = 256": lambda: vit(256, width=384, side=32, depth=1, heads=6),
+    "ViT, N = 48": lambda: vit(48, width=192, side=32, depth=4, heads=3),
+    "ViT, N = 64": lambda: vit(64, width=192, side=32, depth=4, heads=3),  # XLA has other kernels from 4,096 tokens
     "GPT, N = 32": lambda: gpt(32, width=192, length=64, vocabulary=512, depth=4, heads=3),
     "LSTM, N = 128": lambda: lstm(128, width=256, inputs=128, length=32),
 }

@@ -188,7 +188,7 @@ def test_the_note_on_security_is_true_of_the_source():
 
 
 def test_files_named_on_the_pages_exist():
-    named = r"\b((?:scripts|benchmarks|examples|tests|src|docs)/[\w./-]*\w)"
+    named = r"\b((?:jax/)?(?:scripts|benchmarks|examples|tests|src|docs)/[\w./-]*\w)"
     files = [(name, file) for name, text in TEXTS.items() for file in re.findall(named, text)]
     assert [each for each in files if not (ROOT / each[1]).exists()] == []
 
