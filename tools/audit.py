@@ -33,6 +33,7 @@ import rowprop
 import rule_cases
 import zoo
 from cuda_kernels import PLANS, installed
+from op_samples import floats
 from rowprop import host
 from rowprop.backprop.layout import Layout, Part, layout_of
 from rowprop.backprop.rowgrad import RowGrad
@@ -430,10 +431,6 @@ class Case:
             return any(self._fault(tried, dense, expected) for tried in (mixed, alike))
         except Exception:
             return True
-
-
-def floats(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def is_zero(value: Tensor) -> bool:

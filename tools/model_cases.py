@@ -19,8 +19,16 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def mlp_with_batch() -> tuple[nn.Module, Batch]:
-    return mlp(), (torch.randn(8, 4), torch.randint(3, (8,)))
+def rows() -> Batch:
+    return torch.randn(8, 4), torch.randint(3, (8,))
+
+
+def beside(model: Callable[[], nn.Module], batch: Callable[[], object]) -> Callable[[], tuple[nn.Module, object]]:
+    """The factory of a model and of its batch."""
+    return lambda: (model(), batch())
+
+
+mlp_with_batch = beside(mlp, rows)
 
 
 def losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -97,10 +105,10 @@ def tokens() -> tuple[nn.Module, Batch, object]:
 
 
 NOT_CALLABLE = 3
-
-
-def input_alone() -> tuple[nn.Module, Tensor]:
-    return mlp(), torch.randn(8, 4)
+input_alone = beside(mlp, lambda: torch.randn(8, 4))
+class_out_of_range = beside(mlp, lambda: (torch.randn(8, 4), torch.full((8,), 3)))
+shapes_do_not_fit = beside(mlp, lambda: (torch.randn(8, 5), torch.randint(3, (8,))))
+frozen = beside(lambda: mlp().requires_grad_(False), rows)
 
 
 class TwoInputs(nn.Module):
@@ -112,26 +120,14 @@ class TwoInputs(nn.Module):
         return self.layer(x) + self.layer(y)
 
 
-def two_inputs_alone() -> tuple[nn.Module, Batch]:
-    return TwoInputs(), (torch.randn(8, 4), torch.randn(8, 4))
-
-
-def inputs_by_name() -> tuple[nn.Module, dict[str, Tensor]]:
-    return TwoInputs(), {"y": torch.randn(8, 4), "x": torch.randn(8, 4)}
+two_inputs_alone = beside(TwoInputs, lambda: (torch.randn(8, 4), torch.randn(8, 4)))
+inputs_by_name = beside(TwoInputs, lambda: {"y": torch.randn(8, 4), "x": torch.randn(8, 4)})
 
 
 def odd() -> tuple[nn.Module, Batch]:
     """Modules with names that a terminal's markup would swallow, or stumble over."""
     parts = OrderedDict({"[/foo]": nn.Linear(4, 8), "[red]x[/]": nn.Linear(8, 3)})
-    return nn.Sequential(OrderedDict(parts=nn.Sequential(parts), sorted=Sorted())), mlp_with_batch()[1]
-
-
-def class_out_of_range() -> tuple[nn.Module, Batch]:
-    return mlp(), (torch.randn(8, 4), torch.full((8,), 3))
-
-
-def shapes_do_not_fit() -> tuple[nn.Module, Batch]:
-    return mlp(), (torch.randn(8, 5), torch.randint(3, (8,)))
+    return nn.Sequential(OrderedDict(parts=nn.Sequential(parts), sorted=Sorted())), rows()
 
 
 class FailsBackwards(torch.autograd.Function):
@@ -153,10 +149,6 @@ backward_fails = having(lambda model, batch: FailsBackwards.apply(losses(model, 
 losses_leave = having(lambda model, batch: sys.exit(0))
 losses_stopped = having(stopped)
 losses_of_the_model_alone = having(lambda model: model)
-
-
-def frozen() -> tuple[nn.Module, Batch]:
-    return mlp().requires_grad_(False), mlp_with_batch()[1]
 
 
 def loud_losses(model: nn.Module, batch: Batch) -> Tensor:

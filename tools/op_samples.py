@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, about its samples
@@ -25,15 +26,8 @@ OPS = [
 REFUSALS = RuntimeError, TypeError, ValueError, NotImplementedError  # a sample is no plain call, or has no backward
 
 
-def differentiable(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
-
-
-def floats(value: Any) -> list[Tensor]:
-    """The floating and complex tensors in nested lists and tuples."""
-    if isinstance(value, Tensor):
-        return [value] if differentiable(value) else []
-    return [t for v in value for t in floats(v)] if isinstance(value, (list, tuple)) else []
+def floats(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def forward(op: Any, sample: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -43,18 +37,15 @@ def forward(op: Any, sample: Any) -> tuple[list[Tensor], list[Tensor]]:
     """
     leaves: list[Tensor] = []
 
-    def fresh(value: Any) -> Any:
-        if isinstance(value, Tensor) and differentiable(value):
-            leaves.append(value.detach().clone().requires_grad_())
-            return leaves[-1].conj() if value.is_complex() else leaves[-1] * 1.0
-        if isinstance(value, (list, tuple)):
-            parts = [fresh(v) for v in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        return value
+    def fresh(value: Tensor) -> Tensor:
+        if not floats(value):
+            return value
+        leaves.append(value.detach().clone().requires_grad_())
+        return leaves[-1].conj() if value.is_complex() else leaves[-1] * 1.0
 
     torch.default_generator.manual_seed(0)
-    out = op(fresh(sample.input), *map(fresh, sample.args), **{k: fresh(v) for k, v in sample.kwargs.items()})
-    return leaves, [t for t in floats(out) if t.requires_grad]
+    args, kwargs = tree_map_only(Tensor, fresh, ((sample.input, *sample.args), sample.kwargs))
+    return leaves, [t for t in tree_leaves(op(*args, **kwargs)) if floats(t) and t.requires_grad]
 
 
 def samples(op: Any, dtype: torch.dtype) -> Iterator[tuple[Any, list[Tensor], list[Tensor]]]:
@@ -62,7 +53,7 @@ def samples(op: Any, dtype: torch.dtype) -> Iterator[tuple[Any, list[Tensor], li
     set_rng_seed(0)
     # `op.sample_inputs` asks the stack for a unittest, twice in each call: nine tenths of the time of a sample.
     found = op.sample_inputs_func(op, "cpu", dtype, requires_grad=False)
-    small = (s for s in found if sum(t.numel() for t in floats([s.input, s.args])) < 50_000)
+    small = (s for s in found if sum(t.numel() for t in tree_leaves([s.input, s.args]) if floats(t)) < 50_000)
     for sample in itertools.islice(small, SAMPLES[dtype]):
         try:
             yield sample, *forward(op, sample)

@@ -5,25 +5,21 @@ that mix them, recurrent, convolution, norm and attention layers, writes in plac
 custom functions. It picks rows or tokens at many places, and gradients of other rows in other layouts meet on their way
 back. Values, the gradients of all leaves, and what hooks see are those of plain indexing.
 
-``python tools/programs.py 1000`` runs programs 0 to 999; ``python tools/programs.py 7 8`` runs number 7. ``--jobs 2``
-runs them in two processes.
+``python tools/programs.py 1000`` runs programs 0 to 999; ``python tools/programs.py 7 8`` runs number 7.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from multiprocessing import get_context
 from random import Random
 from typing import Any
 
@@ -961,11 +957,11 @@ def compare(seed: int) -> str | None:
     return f"program {seed}: {found.fault}\n  {' -> '.join(found.steps)}"
 
 
-def some(first: int, last: int) -> tuple[list[str], Counter[str], Counter[str]]:
-    """Run programs; returns the faults, how many programs there were of each sort, and how often a step was done."""
+def main(first: int, last: int) -> int:
+    """Run programs; prints the faults, how many programs there were of each sort, and how often a step was done."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    faults, sorts, steps = list[str](), Counter[str](), Counter[str]()
+    begun, sorts, steps = time.perf_counter(), Counter[str](), Counter[str]()
     for seed in range(first, last):
         found = check(seed)
         sorts["run"] += bool(found.steps)
@@ -974,19 +970,7 @@ def some(first: int, last: int) -> tuple[list[str], Counter[str], Counter[str]]:
         steps.update({re.sub(r"^\d+: ", "", name) for name in found.steps})
         if found.fault is not None:
             sorts["wrong" if found.wrong else "errors"] += 1
-            faults.append(compare(seed) or f"program {seed}: a fault that is gone when it runs again")
-    return faults, sorts, steps
-
-
-def main(first: int, last: int, jobs: int = 1) -> int:
-    begun, every, sorts, steps = time.perf_counter(), 0, Counter[str](), Counter[str]()
-    firsts = range(first, last, 100)
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        for faults, some_sorts, some_steps in pool.map(some, firsts, [min(f + 100, last) for f in firsts]):
-            every += len(faults)
-            sorts += some_sorts
-            steps += some_steps
-            print(*faults, sep="\n", end="\n" * bool(faults), flush=True)
+            print(compare(seed) or f"program {seed}: a fault that is gone when it runs again", flush=True)
     for kind, names in KINDS.items():
         print(f"{kind}:", *(f"  {steps[name]:5} {name}" for name in names), sep="\n")
     print(
@@ -994,12 +978,8 @@ def main(first: int, last: int, jobs: int = 1) -> int:
         f"{sorts['errors']} errors; {sorts['sliced']} sliced something, {sorts['not densified']} of them densified "
         f"nothing; {time.perf_counter() - begun:.0f} s"
     )
-    return every
+    return sorts["wrong"] + sorts["errors"]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("numbers", type=int, nargs="*", default=[1000], help="how many, or the first and the end")
-    parser.add_argument("--jobs", type=int, default=1)
-    given = parser.parse_args()
-    sys.exit(main(*[0, *given.numbers][-2:], given.jobs))
+    sys.exit(main(*[0, *map(int, sys.argv[1:] or ["1000"])][-2:]) > 0)
