@@ -491,9 +491,10 @@ def test_results_tell_the_conditions_and_add_up(grid: tuple[Path, Outcome, Setti
         full = [run for run in results["runs"] if run["label"] == "full"]
         ratios = [run["train_s"] / base["train_s"] for run, base in zip(runs, full, strict=True)]
         assert method["ratio_to_full"]["per_seed"] == pytest.approx(ratios)
-        one, other = (run["accuracy"] for run in runs)
-        told = {"mean": (one + other) / 2, "spread": pytest.approx(abs(one - other) / math.sqrt(2))}
-        assert method["accuracy"] == told | {"per_seed": [one, other]}
+        for figure in ("accuracy", "train_s"):
+            one, other = (run[figure] for run in runs)
+            told = {"mean": (one + other) / 2, "spread": pytest.approx(abs(one - other) / math.sqrt(2))}
+            assert method[figure] == told | {"per_seed": [one, other]}
         assert sum(method["phases_s"].values()) == pytest.approx(method["train_s"]["mean"])
 
 

@@ -17,7 +17,7 @@ import compare_cases
 import rowprop
 from compare_cases import settings
 from rowprop.app.compare import data as data_module
-from rowprop.app.compare.data import load_data, read_idx
+from rowprop.app.compare.data import load_data
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.run import compare
 from rowprop.app.compare.settings import Settings
@@ -206,30 +206,42 @@ def packed(content: bytes) -> bytes:
     return gzip.compress(content, mtime=0)
 
 
+IMAGES, GLOSSES = "train-images-idx3-ubyte.gz", "data.adj"
+
+
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("name", "content", "sentence"),
     [
-        (b"not gzip", "is corrupt (Not a gzipped file"),
-        (packed(GOOD)[:-10], "is corrupt (Compressed file ended"),
-        (packed(GOOD)[:12] + b"\xff\xff\xff" + packed(GOOD)[15:], "is corrupt ("),
-        (packed(GOOD[:-1]), "promises 4 bytes for shape (2, 1, 2), 3 are there"),
-        (packed(GOOD + b"!"), "promises 4 bytes for shape (2, 1, 2), 5 are there"),
-        (packed(GOOD[:9]), "promises"),
-        (packed(idx((2, 1, 2), b"1234", kind=13)), "not an IDX file of bytes"),
-        (packed(b""), "not an IDX file of bytes"),
-        (b"", "is corrupt ("),
-        (packed(idx((0, 28, 28), b"")), "promises 0 bytes"),
-        (None, "does not exist; fashion-mnist is four files named train-images-idx3-ubyte.gz"),
+        (IMAGES, b"not gzip", "is corrupt (Not a gzipped file"),
+        (IMAGES, packed(GOOD)[:-10], "is corrupt (Compressed file ended"),
+        (IMAGES, packed(GOOD)[:12] + b"\xff\xff\xff" + packed(GOOD)[15:], "is corrupt ("),
+        (IMAGES, packed(GOOD[:-1]), "is corrupt (its header promises 4 bytes for shape (2, 1, 2), 3 are there"),
+        (IMAGES, packed(GOOD + b"!"), "is corrupt (its header promises 4 bytes for shape (2, 1, 2), 5 are there"),
+        (IMAGES, packed(GOOD[:9]), "is corrupt (its header promises"),
+        (IMAGES, packed(idx((2, 1, 2), b"1234", kind=13)), "is corrupt (not an IDX file of bytes"),
+        (IMAGES, packed(b""), "is corrupt (not an IDX file of bytes"),
+        (IMAGES, b"", "is corrupt ("),
+        (IMAGES, packed(idx((0, 28, 28), b"")), "is corrupt (its header promises 0 bytes"),
+        (IMAGES, None, f"does not exist; fashion-mnist is four files named {IMAGES}"),
+        (GLOSSES, b"00000000 04 n 01 thing 0 000\n", "is corrupt (line 1 is no synset with a gloss)"),
+        (GLOSSES, b"  1 licence\n00000000 45 n 01 thing 0 000 | it\n", "is corrupt (line 2 is no synset"),
+        (GLOSSES, b"00000000 04 n 01 thing 0 000 | \xff\n", "is corrupt ('utf-8' codec"),
+        (GLOSSES, None, "does not exist; wordnet is four files named data.noun, data.verb, data.adj, data.adv in one "
+         "folder: install Debian's package (apt-get install wordnet-base)"),
     ],
-)
-def test_a_corrupt_file_is_one_sentence_that_names_it(tmp_path: Path, content: bytes | None, sentence: str):
-    path = tmp_path / "train-images-idx3-ubyte.gz"
+)  # fmt: skip
+def test_a_corrupt_file_is_one_sentence_that_names_it(
+    name: str, content: bytes | None, sentence: str, tmp_path: Path
+):  # fmt: skip
+    write_fashion(tmp_path)
+    compare_cases.write_glosses(tmp_path)
+    path = tmp_path / name
+    path.unlink()
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(InvalidInput) as caught:
-        read_idx(path)
-    assert sentence in str(caught.value)
-    assert str(path) in str(caught.value)
+        load_data("wordnet" if name == GLOSSES else "fashion-mnist", tmp_path)
+    assert f"the data file {path} {sentence}" in str(caught.value)
 
 
 def test_download_checks_the_digest_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -281,27 +293,6 @@ def test_wordnet_is_read_from_a_folder(tmp_path: Path):
     part = load_data("wordnet", tmp_path, train_rows=20)
     assert [part.train_texts[row] for row in range(20)] == [written[row][0] for row in part.train_ids.tolist()]
     assert torch.equal(part.test_x, data.test_x)
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (None, "does not exist; wordnet is four files named data.noun, data.verb, data.adj, data.adv in one folder: "),
-        (b"00000000 04 n 01 thing 0 000\n", "is corrupt (line 1 is no synset with a gloss)"),
-        (b"  1 licence\n00000000 45 n 01 thing 0 000 | it\n", "is corrupt (line 2 is no synset"),
-        (b"00000000 04 n 01 thing 0 000 | \xff\n", "is corrupt ('utf-8' codec"),
-    ],
-)
-def test_a_corrupt_wordnet_file_is_one_sentence_that_names_it(tmp_path: Path, content: bytes | None, sentence: str):
-    compare_cases.write_glosses(tmp_path)
-    path = tmp_path / "data.adj"
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(InvalidInput) as caught:
-        load_data("wordnet", tmp_path)
-    assert f"the data file {path} {sentence}" in str(caught.value)
-    assert content is not None or "apt-get install wordnet-base" in str(caught.value)
 
 
 @pytest.mark.skipif(not data_module.DEBIAN_WORDNET.is_dir(), reason="needs Debian's wordnet-base")

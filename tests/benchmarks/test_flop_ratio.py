@@ -6,7 +6,6 @@ import io
 import re
 
 import pytest
-import torch
 
 import flop_ratio
 from closed_forms import closed_form, linear
@@ -16,10 +15,7 @@ from rowprop.app.page import png
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield flop_ratio.study()
-    torch.set_num_threads(threads)
+    return flop_ratio.study()
 
 
 def test_the_page_is_what_is_counted(found: dict):

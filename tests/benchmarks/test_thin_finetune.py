@@ -56,27 +56,18 @@ def test_the_controls_cost_what_thinned_has_cost():
     assert sum(spent["plain"].values()) == pytest.approx(sum(spent["thinned"].values()), rel=0.01)
 
 
-def test_counted_steps_are_beside_the_clock():
-    # Red with `self.timed` or `self.counted` as the tokens of all steps, and with 0 seconds where no step was timed.
+def test_counted_steps_extra_passes_and_compiling_are_in_time_and_flops_once():
+    # Red with `self.timed` or `self.counted` as the tokens of all steps, with 0 seconds where no step was timed, with
+    # `plain` alone in a sum of an epoch, with all of the time of the extra steps as that of their passes, and where the
+    # tokens of a step that compiled take the seconds of other steps as well.
     plain = steps(12, 9, 3, 0.9, (30, 60))
-    assert plain.total_s("backward") == pytest.approx(1.2)
-    assert plain.total_s() == pytest.approx(3.6)
+    assert (plain.total_s("backward"), plain.total_s()) == pytest.approx((1.2, 3.6))
     assert plain.total_flops() == 360
     assert math.isnan(steps(3, 0, 3, flops=(30, 60)).total_s())
     assert thin_finetune.Steps().total_s() == 0
-
-
-def test_extra_passes_are_in_time_and_flops():
-    # Red with `plain` alone in either sum, and with all of the time of the extra steps as that of their passes.
     epoch = Epoch(plain=steps(12, 6, 6, 1, (6, 12)), extra=steps(4, 4, 4, 2, (50, 8)))
-    assert epoch.total_s() == 6 + 6
-    assert epoch.total_flops() == 36 + 58
-    assert epoch.total_flops("backward") == 24 + 8
-    assert epoch.passes_s() == 6 - 4 * 6 / 12
-
-
-def test_a_step_that_compiled_counts_once():
-    # Red where its tokens take the seconds of other steps as well.
+    assert (epoch.total_s(), epoch.passes_s()) == (6 + 6, 6 - 4 * 6 / 12)
+    assert (epoch.total_flops(), epoch.total_flops("backward")) == (36 + 58, 24 + 8)
     epoch = Epoch(plain=steps(12, 6, 4, 1), extra=steps(5, 1, 1, 2), compiling_s=40.0)
     assert epoch.compiled_s() == pytest.approx(3 * 10 / 6 + 6 * 2 + 40)
 
