@@ -99,66 +99,31 @@ def test_equal_rows_hold_their_share_whatever_their_float():
 DRAWS = 20_000
 
 
-def exact_inclusion(odds: np.ndarray, count: int) -> np.ndarray:
-    """Chance of each place to be among ``count`` drawn one by one with these odds, by integration.
-
-    Let each place arrive at an exponential time with its odds as rate; it is drawn where fewer than ``count`` others
-    have arrived before. The trapezoid rule, over times until nearly all have arrived.
-    """
-    times = -np.log(1 - np.linspace(0, 1, 1001)[:-1]) / odds.mean()
-    inclusion = np.zeros(len(odds))
-    for place, rate in enumerate(odds):
-        arrived = 1 - np.exp(-times[:, None] * np.delete(odds, place))  # (times, N - 1)
-        before = np.zeros((len(times), count))  # the chance of 0, 1, ... count - 1 others
-        before[:, 0] = 1
-        for chance in arrived.T:
-            before[:, 1:] = before[:, 1:] * (1 - chance)[:, None] + before[:, :-1] * chance[:, None]
-            before[:, 0] *= 1 - chance
-        few, itself = before.sum(1), 1 - np.exp(-times * rate)
-        inclusion[place] = (few[1:] + few[:-1]) / 2 @ np.diff(itself)
-    return inclusion
-
-
-def composer_odds(keep: float, num_rows: int) -> np.ndarray:
-    """The odds of Composer's `select_using_loss`, from the easiest to the hardest row."""
-    return (np.arange(0.5, num_rows, 1) / num_rows) ** (1.0 / keep - 1.0)
-
-
 def deviation(found: np.ndarray, expected: np.ndarray, draws: int) -> np.ndarray:
     """How many standard errors of ``draws`` draws lie between them."""
     return np.abs(found - expected) / np.sqrt(expected * (1 - expected) / draws + 1e-12)
 
 
-def test_the_integral_is_the_sum_over_all_orders():
-    # The meta-test of exact_inclusion: drawing one by one, written out. Red with one term less in `before`.
-    odds = composer_odds(0.3, 6)
-    expected = np.zeros(6)
-    for order in itertools.permutations(range(6), 3):
-        left, chance = odds.sum(), 1.0
-        for place in order:
-            chance *= odds[place] / left
-            left -= odds[place]
-        expected[list(order)] += chance
-    assert exact_inclusion(odds, 3) == pytest.approx(expected, abs=1e-4)
-
-
 @pytest.mark.parametrize(("keep", "published"), [(0.5, (0.80, 0.76, 0.56, 0.01)), (0.25, (0.75, 0.66, 0.18, 0.00))])
 def test_rank_sampler_keeps_rows_as_often_as_composer_does(keep, published):
-    # Red when: the exponent is 1/keep, ranks run backwards, percentiles are i/N, or rows are drawn with replacement.
-    draws = 5000  # percentiles of i/N make the average below 2.9 at a keep of a half
+    # Against torch's draws one by one. Red when: the exponent is 1/keep, ranks run backwards, percentiles are i/N, or
+    # rows are drawn with replacement.
+    draws, many = 5000, 100_000  # percentiles of i/N make the average below 2.8 at a keep of a half
     scores, generator, counts = torch.rand(64, generator=seeded()), seeded(1), torch.zeros(64)
     selector = RankSampling(keep)
     for _ in range(draws):
         counts[selector(scores, Context(generator=generator)).rows] += 1
     ours = (counts[torch.argsort(scores)] / draws).numpy()
-    exact = exact_inclusion(composer_odds(keep, 64), int(keep * 64))
+    odds = (np.arange(0.5, 64, 1) / 64) ** (1.0 / keep - 1.0)  # from the easiest to the hardest row
+    drawn = torch.multinomial(torch.from_numpy(odds).expand(many, 64), int(keep * 64), generator=seeded(2))
+    exact = (drawn.flatten().bincount(minlength=64) / many).numpy()
     named = [63, 57, 32, 0]  # hardest, 90th percentile, median, easiest
     assert exact[named] == pytest.approx(published, abs=0.012)
     assert np.all(deviation(ours, exact, draws)[named] <= 3)
     often = exact > 0.01  # over all rows the squared deviations average 1 where both draw by the same law
     assert np.mean(deviation(ours, exact, draws)[often] ** 2) < 1.6
     if keep == 0.5:  # Composer's own draw has that law, too: numpy's legacy generator, called as Composer does
-        random, counts, odds = np.random.RandomState(2), np.zeros(64), composer_odds(0.5, 64)
+        random, counts = np.random.RandomState(2), np.zeros(64)
         for _ in range(4000):
             counts[random.choice(64, 32, replace=False, p=odds / odds.sum())] += 1
         often = exact > 0.05
