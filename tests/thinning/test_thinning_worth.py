@@ -422,6 +422,14 @@ def test_it_measures_by_whether_rows_are_drawn(
     assert set(zip(norms, weights or [None], strict=True)) == told
 
 
+def test_a_fixed_share_is_never_turned_off():
+    # Red where `renews()` does not ask for `keep`.
+    handle = rowprop.thin(model := residuals(), keep=0.25)
+    for _ in range(20):
+        gradient(model, model(torch.randn(ROWS, 4)).square().sum())
+    assert handle.record.passes == 20 and set(handle.record.keep.values()) == {0.25}
+
+
 @pytest.mark.parametrize("steps", [7, 25, 34])
 def test_resuming_goes_on_bit_for_bit(steps: int, costs: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
     # Red where the state lacks `asleep`, `left`, `works` or `counted`: the trials and the draws come at other times.
