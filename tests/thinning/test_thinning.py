@@ -277,19 +277,15 @@ def test_what_has_to_be_exact_is():
 
 def test_a_copy_and_a_file_of_the_model_are_not_thinned():
     # Red where the hooks are plain functions: a generator cannot be copied.
-    model, losses = step("residual")
-    exact = gradient(model, losses().mean())
+    model, _ = step("residual")
+    x = torch.randn(ROWS, 5, dtype=torch.float64)
+    exact = gradient(model, model(x).square().mean())
     rowprop.thin(model, keep=0.25)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        x = torch.randn(ROWS, 5, dtype=torch.float64)
-        model.eval()
-        expected = gradient(model, model(x).square().mean())
-        model.train()
-        assert torch.equal(gradient(other, other(x).square().mean()), expected)
-    assert exact.numel() == expected.numel()
+        assert torch.equal(gradient(other, other(x).square().mean()), exact)
 
 
 def test_a_state_that_knows_no_block_yet_can_be_loaded_before_a_backward():

@@ -97,14 +97,6 @@ def test_queries_with_a_projection_of_their_own_cost_the_drawn_tokens(costs: Cal
     assert work_below(out, -1)[0].mixed == 2 * (2 * 2 * ROWS * 5 * 8 * 8)  # two projections, two products each
 
 
-def test_tokens_are_drawn_after_each_block_where_that_is_cheaper():
-    # Each block draws from all tokens. Red where a block takes over the share of the one above, which draws none.
-    decided = Worth("token", counted={name: Work(100.0, 0.0, 100.0, 10.0, 40.0) for name in "01"}, forwards=1)
-    decided.decide({"0": 0.5, "1": 0.9}, 1.0)  # 10 + 40 + .5 * 60 and 10 + 40 + .9 * 60
-    assert decided.left == ["1"]
-    assert decided.share("0", {"0": 0.5, "1": 0.9}.__getitem__) == 0.5
-
-
 def test_a_checkpoint_is_work_of_unknown_size():
     # Red where a Function of Python counts as an op without products.
     inside: Any = checkpoint(nn.Linear(4, 4), torch.randn(ROWS, 4, requires_grad=True), use_reentrant=True)
@@ -171,11 +163,15 @@ def test_the_draws_are_the_cheapest_of_all_sets(part: float):
     assert len(sizes) >= 3, "the cases are all alike"
 
 
-def test_shares_are_of_the_rows_that_arrive():
-    # Red where the shares are not multiplied: the second block seems to save nothing.
+def test_shares_are_of_the_rows_that_arrive_and_of_all_tokens():
+    # Red where the shares of rows are not multiplied: the second block seems to save nothing; and where a block takes
+    # over the share of the tokens of the one above, which draws none.
     decided = counted({name: Work(exact=100.0, by_row=100.0, draw=1.0) for name in "01"})
     decided.decide({"0": 0.5, "1": 0.5}, 1.0)
     assert decided.left == []
+    decided = Worth("token", counted={name: Work(100.0, 0.0, 100.0, 10.0, 40.0) for name in "01"}, forwards=1)
+    decided.decide({"0": 0.5, "1": 0.9}, 1.0)  # 10 + 40 + .5 * 60 and 10 + 40 + .9 * 60
+    assert (decided.left, decided.share("0", {"0": 0.5, "1": 0.9}.__getitem__)) == (["1"], 0.5)
 
 
 def test_pauses_grow_until_trials_cost_little():
