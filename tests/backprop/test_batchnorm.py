@@ -55,26 +55,17 @@ def batch() -> Tensor:
     return torch.randn(N, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("kept", [1, 2, 4, 8])
-def test_few_rows_have_the_gradient_of_plain_indexing(kept: int):
-    # Red: the default is "rows".
-    model, x, rows = mlp(), batch(), torch.randperm(N, generator=torch.Generator().manual_seed(0))[:kept]
-    expected = gradient(model, x, rows, "plain")
-    torch.testing.assert_close(gradient(model, x, rows), expected, rtol=1e-6, atol=1e-12)
-    assert (gradient(model, x, rows, "rows") - expected).norm() > 0.3 * expected.norm()
+SHAPES = [((3,), 32), ((3, 1), 32), ((3, 2), 16), ((3, 1, 1), 32), ((3, 2, 1), 16), ((3, 8, 8), 16), ((3, 1, 2, 2), 16)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "border"),
-    [((3,), 32), ((3, 1), 32), ((3, 2), 16), ((3, 1, 1), 32), ((3, 2, 1), 16), ((3, 8, 8), 16), ((3, 1, 2, 2), 16)],
-    ids=str,
-)
-# Red: the positions of a row do not count, or only those of 2d; 15 rows are enough where positions are many.
-def test_each_side_of_the_border(shape: tuple[int, ...], border: int):
-    x, weight = torch.randn(N, *shape, dtype=torch.float64), torch.randn(N, *shape, dtype=torch.float64)
+@pytest.mark.parametrize(("times", "shape", "border"), [*((1, *each) for each in SHAPES), (2, (3,), 16)], ids=str)
+# Red: the positions of a row do not count, or only those of 2d, or not those of time that is merged with the rows; 15
+# rows are enough where positions are many.
+def test_each_side_of_the_border(times: int, shape: tuple[int, ...], border: int):
+    x, weight = (torch.randn(N, times, *shape, dtype=torch.float64) for _ in range(2))
 
     def model(x: Tensor) -> Tensor:
-        return torch.nn.functional.batch_norm(x, None, None, training=True) + weight
+        return torch.nn.functional.batch_norm(x.flatten(0, 1), None, None, training=True).view(x.shape) + weight
 
     for kept, policy in ((border - 1, "exact"), (border, "rows")):
         with rowprop.watch() as report:
@@ -84,14 +75,6 @@ def test_each_side_of_the_border(shape: tuple[int, ...], border: int):
             met.reason.startswith("batchnorm=None is 'exact' for fewer than 16") for met in report.densified.values()
         ]
         assert told == [True] * (policy == "exact")
-
-
-def test_rows_merged_with_time_count_as_positions():
-    # Red: only the dimensions behind the channels are positions.
-    norm, x = nn.BatchNorm1d(3).double(), batch()[:, :6].view(N, 2, 3)
-    with rowprop.watch() as report:
-        gradient(lambda x: norm(x.flatten(0, 1)).view(N, 6), x, 16)
-    assert not report.densified
 
 
 @pytest.mark.usefixtures("unwarned")
@@ -234,18 +217,8 @@ def test_verify_knows_which_of_two_batch_norms_projects():
     assert rowprop.verify(model, batch(), losses_of, keep=0.3).status == "by design"
 
 
-def test_the_step_takes_the_default():
-    # Red: Sliced has another default than pick.
+def test_the_step_takes_the_default_and_the_plan_names_it():
+    # Red: the plan calls the gradient of None the same as plain indexing's, or the step's engine has another default.
     assert Sliced().batchnorm is None
-    model, x = mlp(), batch()
-    loss, record = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.125), engine="sliced")(x)
-    loss.backward()
-    expected = torch.autograd.grad(losses_of(model, x)[record.selection.rows].mean(), list(model.parameters()))
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-
-
-def test_the_plan_names_the_default():
-    # Red: the plan calls the gradient of None the same as plain indexing's.
     plan = rowprop.plan(mlp(), batch(), losses_of, keep=0.5, rounds=1)
     assert {way.gradient for way in plan.ways if way.engine == "sliced"} == {"by policy"}
