@@ -202,6 +202,13 @@ def test_columns_of_python_items_and_arrays_follow_the_rows():
     assert taken["array"].tolist() == [6, 8] and taken["scale"] == 2 and taken["classes"] == ["cat", "dog"]
 
 
+def test_nesting_is_followed_to_the_bottom():
+    batch = ({"image": X, "meta": {"id": Y}}, [Y, (Y, {"deep": Slotted(X, Y)})])
+    taken = take(batch, ROWS)
+    assert taken[0]["meta"]["id"].tolist() == taken[1][1][1]["deep"].y.tolist() == [11, 13]
+    assert [part.shape[0] for part in tensors(taken)] == [2] * 6
+
+
 @given(st.integers(1, 9), st.data())
 def test_taking_is_the_same_as_indexing_each_tensor(size, data):
     # Red when: index_select runs on another dimension.

@@ -572,6 +572,19 @@ def test_the_benchmark_holds_each_figure_against_its_bar():
     assert missed(1.05, 1.15, 0.1, 0.1) == []
 
 
+def test_the_command_prints_a_table_and_the_reason_or_one_json_object():
+    line = ["plan", "model_cases:with_batchnorm", "--input-shape", "8x2x8x8", "--keep", "0.5,0.25", "--rounds", "3"]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 0, result.stderr
+    for text in ("N = 8", "a step", "predicted", "measured", "recompute", "sliced", "keep 0.5"):
+        assert text in result.stdout
+    result = CliRunner().invoke(app, ["plan", "model_cases:complete", "--json", "--keep", "0.5", "--rounds", "3"])
+    found = json.loads(result.stdout)
+    assert {"ways", "break_even_keep", "choice", "reason", "model"} <= found.keys()
+    assert {"engine", "limit", "keep", "predicted_s", "ratio", "peak_bytes"} <= found["ways"][0].keys()
+    assert found["choice"] in found["ways"] and found["certainty"].startswith("Rounds measured of each step: 3 ")
+
+
 def test_the_command_refuses_keeps_that_are_no_fractions_with_one_sentence():
     result = CliRunner().invoke(app, ["plan", "model_cases:complete", "--keep", "half"])
     assert (result.exit_code, result.stdout) == (2, "")

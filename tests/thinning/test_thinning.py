@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import rowprop
 import thinning_models
@@ -135,6 +136,34 @@ def test_the_record_tells_the_variance_of_the_closed_form():
     handle.state_dict()
     expected = spread(norms, capped(norms, 5)) / float(norms.square().sum())
     assert handle.record.variance["0"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_block_above_which_all_rows_are_kept_costs_the_kept_rows():
+    # FLOPs by torch's own counter: at keep .25, below the last block a quarter of them.
+    model, x = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))), torch.randn(32, 64)
+
+    counted: list[int] = []
+    for keep in (None, 0.25):
+        if keep is not None:
+            rowprop.thin(model, keep=keep)
+        loss = model(x).square().sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        counted.append(counter.get_total_flops())
+    assert counted[1] == counted[0] // 4
+
+
+@pytest.mark.usefixtures("always_drawn")
+def test_shares_fall_as_few_rows_come_to_hold_the_gradient():
+    # With even rows, a share close to all of them is needed; with a tenth of the rows holding all, a tenth.
+    for large, least, most in ((ROWS, 0.75, 1.0), (2, 0.08, 0.3)):
+        model, _ = step("residual")
+        handle = rowprop.thin(model, tau=0.02)
+        x, scale = torch.randn(ROWS, 5).double(), torch.full((ROWS,), 1e-3).double()
+        scale[:large] = 1
+        for _ in range(20):
+            (model(x).mean(1) * scale).square().sum().backward()
+        assert all(least <= share <= most for share in handle.record.keep.values()), handle.record
 
 
 def rows_of(index: list[int] | range, num_rows: int = 6) -> RowSet:
@@ -443,6 +472,11 @@ def block(around: Callable[[nn.Module, Any], Any]) -> nn.Module:
 
 HOLDERS: dict[str, tuple[Callable[[nn.Module, Any], Any], Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "lists": (lambda layer, held: held.append(layer(held[-1]).tanh()) or held, lambda x: [x], sum),
+    "dicts": (
+        lambda layer, held: held.update(features=layer(held["features"]).tanh()) or held,
+        lambda x: {"features": x},
+        lambda held: held["features"],
+    ),
     "views": (
         lambda layer, held: held.update(features=layer(held["features"]).tanh().chunk(1)[0]) or held,
         lambda x: {"features": x},
