@@ -48,8 +48,10 @@ def test_all_is_sorted_and_is_what_type_checkers_see():
     assert set(rowprop.__all__) == public
 
 
-def test_names_carry_their_home():
-    assert [name for name in rowprop.__all__ if getattr(rowprop, name).__module__ != "rowprop"] == []
+def test_names_carry_their_home_and_their_text():
+    elsewhere = [name for name in rowprop.__all__ if getattr(rowprop, name).__module__ != "rowprop"]
+    silent = [name for name in rowprop.__all__ if not getattr(rowprop, name).__doc__]
+    assert (elsewhere, silent) == ([], [])
 
 
 def test_every_public_name_is_on_its_page():

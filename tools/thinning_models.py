@@ -384,14 +384,16 @@ def compared(
     return Outcome(off[varies] / error[varies], bias, noise, moved)
 
 
-def thinned(name: str, picked: bool, draws: int, *, unit: Any = "row", keep: float = 0.5) -> Outcome:
+def thinned(
+    name: str, picked: bool, draws: int, *, shuffled: bool = True, unit: Any = "row", keep: float = 0.5
+) -> Outcome:
     """Draws of the gradient of one of ``MODELS`` or ``BATCHNORM``, there of a batch with its rows in any order."""
     model, losses = step(name)
     numbers = torch.Generator().manual_seed(2)
     mixes = name in BATCHNORM
 
     def loss() -> Tensor:
-        order = torch.randperm(ROWS, generator=numbers) if mixes else torch.arange(ROWS)
+        order = torch.randperm(ROWS, generator=numbers) if mixes and shuffled else torch.arange(ROWS)
         rows = order.argsort()[list(PICKED)].sort().values
         return rowprop.pick(losses(order), rows, batchnorm="rows").mean() if picked else losses(order).mean()
 
@@ -413,15 +415,16 @@ def main(draws: int = 5000, ending: str = "") -> int:
     failed = 0
     print(f"{draws} draws, keep .5; in standard errors, the worst projection of the mean gradient; bias: the mean's")
     print("distance from the exact gradient, over its norm (noise in it)", flush=True)
-    cases = [(name, name, "row") for name in (*MODELS, *BATCHNORM)]
+    cases = [(name, name, True, "row") for name in (*MODELS, *BATCHNORM)]
+    cases += [(f"{name}, rows in one order", name, False, "row") for name in BATCHNORM]
     installed = TRANSFORMERS if find_spec("transformers") else ()
-    cases += [(f"{name}, tokens", name, "token") for name in (*OF_TOKENS, *installed)]
-    for title, name, unit in cases:
+    cases += [(f"{name}, tokens", name, True, "token") for name in (*OF_TOKENS, *installed)]
+    for title, name, shuffled, unit in cases:
         if not title.endswith(ending):
             continue
         begun = time.process_time()
         count = draws // 5 if name in BATCHNORM else draws
-        found = [thinned(name, picked, count, unit=unit) for picked in (False, True)]
+        found = [thinned(name, picked, count, shuffled=shuffled, unit=unit) for picked in (False, True)]
         failed += name not in BATCHNORM and max(float(f.off.abs().max()) for f in found) >= 4
         alone, after = (f"{float(f.off.abs().max()):5.2f}, bias {f.bias:.3f} ({f.noise:.3f})" for f in found)
         print(f"{title:50} alone {alone}   after pick {after}   {time.process_time() - begun:5.1f} s", flush=True)

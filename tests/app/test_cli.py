@@ -191,7 +191,9 @@ FROZEN = "without a parameter that requires a gradient"
     ("line", "sentence"),
     [
         ("compare --keep 2", "keep is 2.0, but a fraction in (0, 1] was needed"),
+        ("compare --epochs 2 --seconds 5", "epochs and seconds are both given"),
         ("compare --data fashion-mnist --data-dir nowhere", "nowhere/train-images-idx3-ubyte.gz does not exist"),
+        ("compare --methods ohem@fast", "engine 'fast' is unknown"),
         ("verify model_cases:complete --unit word", "unit='word' but one of row, token was needed"),
         ("verify model_cases:complete --attention none", "attention='none' but one of exact, cut was needed"),
         ("verify model_cases:complete --keep 1", "keep=1.0 but a fraction in (0, 1) was needed"),
@@ -370,13 +372,11 @@ def test_a_full_disk_behind_stdout_is_one_sentence(tmp_path: Path):
     assert (found.returncode, found.stderr.splitlines()[-1]) == (2, said)
 
 
-def test_without_a_stderr_the_result_is_shown(monkeypatch, capfd):
-    # As under `2>&-`, with progress at every tick. Red: it is written without a look whether there is a stderr.
-    monkeypatch.setattr("rowprop.app.terminal.QUIET_S", 0.0)
-    monkeypatch.setattr(sys, "stderr", None)
-    with pytest.raises(SystemExit) as ended:
-        app(["flops", "model_cases:complete", "--json"])
-    assert ended.value.code == 0 and json.loads(capfd.readouterr().out)
+def test_without_a_stderr_the_result_is_shown():
+    # Red: progress written without a look whether there is a stderr: AttributeError, and exit code 3.
+    line = '"$0" -m rowprop flops model_cases:complete --json 2>&-'
+    found = subprocess.run(["bash", "-c", line, sys.executable], capture_output=True, env=ENVIRONMENT, check=False)
+    assert found.returncode == 0 and json.loads(found.stdout)
 
 
 def test_a_stdout_that_is_closed_is_one_sentence_and_one_that_nobody_reads_none(monkeypatch, capfd):

@@ -7,8 +7,9 @@ from math import prod
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 
 from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout, Part
@@ -69,25 +70,44 @@ def regrouped(draw: st.DrawFn, numel: int) -> list[int]:
     return shape or [1]
 
 
+@pytest.mark.parametrize("new_shape", [(2, 3, 4), (2, 12), (24,), (6, 2, 2)])
+def test_view_counts_what_lies_in_front_of_the_rows(new_shape: tuple[int, ...]):
+    # Red when: `before` forgets layout.outer.
+    layout = Layout(0, 3, outer=2)
+    result = lay.view((6, 4), layout, new_shape)
+    assert result is not None
+    np.testing.assert_array_equal(labels((6, 4), layout).reshape(new_shape), labels(new_shape, result))
+
+
 @given(st.data())
-# Red when: the dimension's size is tested against num_rows alone; view forgets what lies in front of the rows, or gives
-# up although one dimension holds them.
-def test_view_follows_every_element_and_gives_up_only_where_no_layout_fits(data: st.DataObject):
+# Red when: the dimension's size is tested against num_rows alone.
+def test_view_follows_every_element(data: st.DataObject):
     shape, layout = data.draw(layouts())
     new_shape = data.draw(regrouped(prod(shape)))
-    moved, result = labels(shape, layout).reshape(new_shape), lay.view(shape, layout, new_shape)
+    moved = labels(shape, layout).reshape(new_shape)
+    result = lay.view(shape, layout, new_shape)
     if result is not None:
         assert result.size == new_shape[result.dim]
         np.testing.assert_array_equal(moved, labels(new_shape, result))
         back = lay.view(new_shape, result, shape)
         assert back is not None or layout.num_rows == 1
         assert back is None or np.array_equal(labels(shape, layout), labels(shape, back))
-    elif layout.num_rows > 1:  # a single row fits everywhere
-        for dim, size in enumerate(new_shape):
-            for outer in range(1, size + 1):
-                if size % (outer * layout.num_rows) == 0:
-                    candidate = Layout(dim, layout.num_rows, outer, size // (outer * layout.num_rows))
-                    assert not np.array_equal(moved, labels(new_shape, candidate))
+
+
+@given(st.data())
+# Red when: view gives up although one dimension holds the rows.
+def test_view_gives_up_only_where_no_layout_fits(data: st.DataObject):
+    shape, layout = data.draw(layouts())
+    new_shape = data.draw(regrouped(prod(shape)))
+    assume(layout.num_rows > 1)  # a single row fits everywhere
+    if lay.view(shape, layout, new_shape) is not None:
+        return
+    moved = labels(shape, layout).reshape(new_shape)
+    for dim, size in enumerate(new_shape):
+        for outer in range(1, size + 1):
+            if size % (outer * layout.num_rows) == 0:
+                candidate = Layout(dim, layout.num_rows, outer, size // (outer * layout.num_rows))
+                assert not np.array_equal(moved, labels(new_shape, candidate))
 
 
 @given(st.data())

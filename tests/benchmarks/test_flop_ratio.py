@@ -6,6 +6,7 @@ import io
 import re
 
 import pytest
+import torch
 
 import flop_ratio
 from closed_forms import closed_form, linear
@@ -15,7 +16,10 @@ from rowprop.app.page import png
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    return flop_ratio.study()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield flop_ratio.study()
+    torch.set_num_threads(threads)
 
 
 def test_the_page_is_what_is_counted(found: dict):

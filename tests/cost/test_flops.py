@@ -138,6 +138,15 @@ def test_products(op: str):
     assert (flops.by_op, flops.uncounted) == ({op: expected} if expected else {}, {})
 
 
+def test_a_sliced_backward_counts_kept_rows():
+    # Red when the counter counts the sliced gradient's op itself, at N rows, instead of its rule's ops.
+    first, second, x = nn.Linear(5, 7), nn.Linear(7, 3), torch.randn(N, 5)
+    values = second(first(x).tanh()).square().sum(1)
+    with count_flops() as flops:
+        rowprop.pick(values, torch.tensor([1, 4])).sum().backward()
+    assert (flops.by_op, flops.uncounted) == ({"mm": 2 * 2 * (5 * 7 + 2 * 7 * 3)}, {})
+
+
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.12 and older have no such function")
 def test_torchs_fused_head():
     # A product makes the logits, one the gradient of each of two leaves. Without a reduction the backward makes the

@@ -242,7 +242,7 @@ def test_predictions_are_the_lines_through_what_was_measured(clocked: Clocked):
     def losses(model, batch):
         return (with_graph if torch.is_grad_enabled() else without)(model(batch)).square().squeeze(1)
 
-    result = plan(nn.Linear(3, 1), torch.randn(32, 3), losses, keep=KEEPS, rounds=1, optimizer=None, seconds=1e6)
+    result = plan(nn.Linear(3, 1), torch.randn(32, 3), losses, keep=KEEPS, rounds=3, optimizer=None, seconds=1e6)
     assert result.full_s == pytest.approx(32 * 8)
     assert result.phases_s == pytest.approx({"forward": 96, "backward": 160, "score": 32})
     for way in result.ways:
@@ -275,7 +275,7 @@ def test_a_plan_of_tokens_costs_the_flops_of_picks_of_tokens(attention: str, mon
 
     with count_flops() as done:
         monkeypatch.setattr("time.perf_counter", lambda: done.total_flops / 1e9)
-        options = {"unit": "token", "attention": attention, "optimizer": None, "rounds": 1, "seconds": 1e6}
+        options = {"unit": "token", "attention": attention, "optimizer": None, "rounds": 3, "seconds": 1e6}
         result = plan(model, batch, losses_fn, keep=0.25, **options)
     assert [way.engine for way in result.ways] == ["masked", "sliced"]
     way = result.ways[1]
@@ -296,7 +296,7 @@ def test_no_prediction_has_seen_the_measurement_beside_it(asked: tuple[int, ...]
     # also laid through these measurements.
     costly, n = clocked.layer(lambda k: 3 * k, lambda k: 5 * k + 1000 * (k in asked)), 32 if asked[-1] > 3 else 4
     losses = lambda model, batch: costly(model(batch)).square().squeeze(1)  # noqa: E731
-    options = {"keep": [k / n for k in asked], "rounds": 1, "optimizer": None, "seconds": 1e6}
+    options = {"keep": [k / n for k in asked], "rounds": 3, "optimizer": None, "seconds": 1e6}
     result = plan(nn.Linear(3, 1), torch.randn(n, 3), losses, **options)
     for k, way in zip(asked, [way for way in result.ways if way.engine == "sliced"], strict=True):
         assert way.measured_s == pytest.approx(3 * n + 5 * k + 1000)
@@ -316,14 +316,14 @@ def test_a_thinned_step_is_predicted_beside_the_ways_to_select(clocked: Clocked)
     losses = lambda model, batch: costly(model(batch)).square().sum(1)  # noqa: E731
     model, batch = nn.Sequential(Block(3, 3), Block(3, 3)), torch.randn(n, 3)
     with untouched(model):
-        result = plan(model, batch, losses, keep=KEEPS, rounds=1, optimizer=None, seconds=1e9)
+        result = plan(model, batch, losses, keep=KEEPS, optimizer=None, seconds=1e9)
     found = [way for way in result.ways if way.engine == "thinned"]
     for keep, way in zip(KEEPS, found, strict=True):
         expected = 3 * n + 2 * n + 2 * 2 * math.ceil(keep * n)
         assert way.predicted_s == pytest.approx(expected) and way.measured_s == pytest.approx(expected)
         assert way.gradient == "in expectation" and way not in result.choices
     assert " and is not chosen: it selects nothing, and its gradient is that of all rows in exp" in result.reason
-    alone = plan(model.eval(), batch, losses, keep=0.5, rounds=1, optimizer=None, seconds=1e9)
+    alone = plan(model.eval(), batch, losses, keep=0.5, optimizer=None, seconds=1e9)
     assert "thinned" not in {way.engine for way in alone.ways}
 
 
@@ -572,21 +572,32 @@ def test_the_benchmark_holds_each_figure_against_its_bar():
     assert missed(1.05, 1.15, 0.1, 0.1) == []
 
 
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
 def test_the_command_prints_a_table_and_the_reason_or_one_json_object():
-    line = ["plan", "model_cases:with_batchnorm", "--input-shape", "8x2x8x8", "--keep", "0.5,0.25", "--rounds", "3"]
-    result = CliRunner().invoke(app, line)
+    result = run("model_cases:with_batchnorm", "--input-shape", "8x2x8x8", "--keep", "0.5,0.25", "--rounds", "3")
     assert result.exit_code == 0, result.stderr
     for text in ("N = 8", "a step", "predicted", "measured", "recompute", "sliced", "keep 0.5"):
         assert text in result.stdout
-    result = CliRunner().invoke(app, ["plan", "model_cases:complete", "--json", "--keep", "0.5", "--rounds", "3"])
+    result = run("model_cases:complete", "--json", "--keep", "0.5", "--rounds", "3")
     found = json.loads(result.stdout)
     assert {"ways", "break_even_keep", "choice", "reason", "model"} <= found.keys()
     assert {"engine", "limit", "keep", "predicted_s", "ratio", "peak_bytes"} <= found["ways"][0].keys()
     assert found["choice"] in found["ways"] and found["certainty"].startswith("Rounds measured of each step: 3 ")
 
 
-def test_the_command_refuses_keeps_that_are_no_fractions_with_one_sentence():
-    result = CliRunner().invoke(app, ["plan", "model_cases:complete", "--keep", "half"])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["model_cases:complete", "--keep", "half"], "--keep is 'half' but fractions were needed"),
+        (["model_cases:complete", "--keep", "1"], "a fraction in (0, 1) was needed"),
+        (["model_cases:mlp"], "comes without a batch"),
+    ],
+)
+def test_the_command_refuses_bad_input_with_one_sentence(arguments, sentence):
+    result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("rowprop: --keep is 'half' but fractions were needed")
+    assert result.stderr.startswith("rowprop: ") and sentence in result.stderr
     assert len(result.stderr.splitlines()) == 1

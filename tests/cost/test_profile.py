@@ -293,7 +293,7 @@ def run(*arguments: str | Path):
 
 def test_the_command_prints_tables_and_findings_and_writes_its_files(tmp_path: Path):
     trace = tmp_path / "trace.json.gz"
-    result = run("profile_cases:sorting", "--rounds", "2", "--trace", trace)
+    result = run("profile_cases:sorting", "--rounds", "5", "--trace", trace)
     assert result.exit_code == 0, result.stderr
     lines = {line.strip() for line in result.stdout.splitlines()}
     assert {"By op", "By module, without the modules inside it"} <= lines
@@ -304,8 +304,7 @@ def test_the_command_prints_tables_and_findings_and_writes_its_files(tmp_path: P
 
 
 def test_a_process_of_its_own_says_nothing_but_the_json():
-    # The profiler's own messages come from below Python, where the runner above does not see them. Red when it starts
-    # without `profiled`: it writes two lines to stderr for each measurement.
+    # The profiler's own messages come from below Python, where the runner above does not see them.
     places = os.pathsep.join(str(ROOT / place) for place in ("tools", "src", "benchmarks"))
     command = [sys.executable, "-m", "rowprop.app.cli", "profile", "profile_cases:sorting", "--rounds", "1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": places})

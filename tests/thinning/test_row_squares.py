@@ -45,9 +45,9 @@ def chosen(g: RowSlice, choose: Any) -> RowSlice:
     return g if kept is None else thinned(g, *kept, None)
 
 
-def told_once(out: Tensor, layout: Layout, v: Tensor) -> Tensor:
+def told_once(out: Tensor, layout: Layout, v: Tensor, choose: Any = None) -> Tensor:
     """The squares of the only weight gradient."""
-    ((rows, of_rows),) = told(out, layout, v)
+    ((rows, of_rows),) = told(out, layout, v, choose)
     assert of_rows.shape == rows.index.shape
     return of_rows
 
@@ -99,23 +99,19 @@ PRODUCTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("widths", [(20, 7), (7, 20), (40, 24)])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_linear_layer_tells_the_square_of_each_rows_part(
-    name: str, widths: tuple[int, int], dtype: torch.dtype, rtol: float
-):
+def test_a_linear_layer_tells_the_square_of_each_rows_part(name: str, widths: tuple[int, int], bias: bool):
     # Nothing is estimated: 7 is below SIGNS, or few tokens are exact in large widths. Red with `_lines` that does not
     # move the rows in front, with the norms' product for any number of lines, and with a sum over the Gram matrices'
-    # diagonals alone; in float64 with `.float()` for the promotion.
+    # diagonals alone.
     layout, shape = PRODUCTS[name]
     if "many" in name and min(widths) > squares.SIGNS:
         pytest.skip("an estimate")
-    layer = nn.Linear(*widths, bias=dtype == torch.float32, dtype=dtype)
-    x, v = (torch.randn(*shape, width, dtype=dtype) for width in widths)
-    found = told_once(layer(x), layout, v)
-    assert found.dtype == dtype
-    same(found, of_each(gradients(lambda: layer(x), layout, v, layer.weight)), rtol)
+    layer, x = nn.Linear(*widths, bias=bias), torch.randn(*shape, widths[0])
+    v = torch.randn(*shape, widths[1])
+    same(told_once(layer(x), layout, v), of_each(gradients(lambda: layer(x), layout, v, layer.weight)))
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -278,6 +274,15 @@ def test_squares_do_not_overflow_in_float16(tokens: int):
     same(squares.of_product(dz, x, rows), torch.full((N,), 240 * (tokens * 300.0**2) ** 2))
 
 
+def test_float64_stays_float64():
+    # Red with `.float()` for the promotion.
+    layer, x = nn.Linear(40, 24).double(), torch.randn(N, FEW, 40, dtype=torch.float64)
+    v = torch.randn(N, FEW, 24, dtype=torch.float64)
+    found = told_once(layer(x), Layout(0, N), v)
+    assert found.dtype == torch.float64
+    same(found, of_each(gradients(lambda: layer(x), Layout(0, N), v, layer.weight)), 1e-12)
+
+
 def test_tokens_that_are_rows_tell_a_square_each():
     # Red with the layout's number of rows for the number of kept ones.
     layer, x, v = nn.Linear(20, 24), torch.randn(N, FEW, 20), torch.randn(N, FEW, 24)
@@ -351,7 +356,7 @@ def first_with_half(out: Tensor, v: Tensor) -> None:
 
 @COMPILED
 @pytest.mark.usefixtures("quick_kernels")
-@pytest.mark.parametrize(("kernels", "dynamic"), [("eager", True), ("inductor", None)])
+@pytest.mark.parametrize(("kernels", "dynamic"), [("eager", False), ("eager", True), ("inductor", None)])
 def test_a_compiled_region_tells_what_eager_mode_does(kernels: str, dynamic: bool | None):
     # Red with a key without `measures`: the second backward then finds the first one's graph. Red under Inductor
     # with the weight gradient itself in the graph.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.backprop import backward
-from thinning_models import ROWS, Checkpointed, Texts, compared, gradient, kept, of_blocks
+from thinning_models import ROWS, Texts, compared, gradient, kept
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
 DRAWS = 60
@@ -167,20 +167,37 @@ def test_checkpoints_with_dropout_draw_the_same_rows(reentrant: bool, sizes: tup
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
-def test_checkpoints_inside_of_checkpoints_have_the_draws_of_none():
+class Nested(nn.Module):
+    """Each checkpoint runs the lower half of its blocks in a checkpoint of their own, ``depth`` times."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.depth, self.first = depth, nn.Linear(5, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.first(x), list(self.layers), self.depth)
+
+    def run(self, x: Tensor, layers: list[nn.Module], depth: int) -> Tensor:
+        if depth:
+            half = len(layers) // 2 if depth < self.depth else len(layers)
+            x = checkpoint(self.run, x, layers[:half], depth - 1, use_reentrant=True)
+            layers = layers[half:]
+        for layer in layers:
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_checkpoints_inside_of_checkpoints_have_the_draws_of_none(depth: int):
     # Red where the backward inside a checkpoint counts as another one of the training: its blocks draw a share of the
     # rows that were drawn already.
     found: list[Tensor] = []
-    for reentrant in (None, True):
-        torch.manual_seed(0)
-        first, *blocks = of_blocks(*(nn.Linear(5, 5) for _ in range(5))).double()
-        model = nn.Sequential(first)
-        inner = Checkpointed(blocks[0], reentrant=reentrant)
-        middle = Checkpointed(inner, blocks[1], reentrant=reentrant, size=2)
-        model.append(Checkpointed(middle, *blocks[2:], reentrant=reentrant, size=3))
-        handle = rowprop.thin(model, keep=0.5, blocks=blocks, generator=torch.Generator().manual_seed(1))
+    for model in (Nested(0).double(), Nested(depth).double()):
+        handle = thin(model)
         found += [gradient(model, loss_of(model, batch())) for _ in range(3)]
-        assert kept(handle) == dict.fromkeys(handle.blocks, 0.5) and handle.record.passes == 3
+        assert kept(handle) == {f"layers.{n}": 0.5 for n in range(4)} and handle.record.passes == 3
     assert not backward._running
     torch.testing.assert_close(found[3:], found[:3], rtol=1e-12, atol=1e-14)
 
