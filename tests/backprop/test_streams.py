@@ -84,7 +84,6 @@ class Streams(TorchDispatchMode):
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     mode = Streams()
-    monkeypatch.setattr(rows_module, "has_streams", lambda device: True)
     monkeypatch.setattr(rows_module, "present_stream", lambda device: lambda: mode.now)
     monkeypatch.setattr(sliced, "record", lambda x: mode.recorded.add((x.untyped_storage().data_ptr(), mode.now)))
     monkeypatch.setattr(sliced, "wait_for", lambda stream, device: mode.waited.add((mode.now, stream)))

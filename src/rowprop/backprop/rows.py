@@ -104,7 +104,7 @@ class RowSet:
         self.stored: Callable[[Tensor], Tensor] | None = None  # has a traced graph write a tensor to memory
         self.stream = present_stream(index.device)  # tells the stream that work is put on now
         # Where the device has streams: those that gradients of these rows were used on, once there are several.
-        self.streams: list[Any] | None = [] if has_streams(index.device) else None
+        self.streams: list[Any] | None = None if self.stream() is None else []
 
     def derived(
         self, index: Tensor, num_rows: int, *, unique: bool, absent: Tensor | None = None, places: Tensor | None = None

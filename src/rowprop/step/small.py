@@ -87,7 +87,7 @@ def _watch(loss: Tensor, at_once: list[bool]) -> None:
 
         cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(queued)
 
-    if readable(loss) and loss.requires_grad:
+    if readable(loss):
         loss.register_hook(begun)
 
 
