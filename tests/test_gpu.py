@@ -887,6 +887,18 @@ def test_a_selection_of_ones_own_is_checked_without_waiting():
     assert selection.num_kept == 3
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("width", [8, 4096 if ON_GPU else 64])
+def test_few_rows_are_gathered_whatever_their_size(width: int, dim: int):
+    # Red when: rows are taken in another dimension by indexing, as large ones are, or by index_select.
+    x = torch.randn(8, 1024, width, device=DEVICE).transpose(0, dim).contiguous()
+    weight = torch.ones(width, device=DEVICE, requires_grad=True)
+    index = torch.tensor([1, 3, 4, 6], device=DEVICE)
+    losses = (x * weight).square().mean((1 - dim, 2))
+    found = torch.autograd.grad(rowprop.pick(losses, index).sum(), weight, retain_graph=True)
+    assert_close([*found], [*torch.autograd.grad(losses[index].sum(), weight)], 1e-4)
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_step_tells_that_the_device_waits_for_python(waits: bool):
     # Red when: what is small on this device is not told, or what is large is.

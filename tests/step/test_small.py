@@ -158,6 +158,15 @@ def test_a_device_that_is_done_once_all_is_queued_waits_for_python(
     assert [len(warned(lambda: selective(batch)[0].backward())) for _ in range(12)] == warnings_of
 
 
+def test_nobody_waits_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
+    # Red without the look whether the loss is readable: a wait ends the capture.
+    monkeypatch.setattr("rowprop.step.small.has_streams", lambda device: True)
+    monkeypatch.setattr("rowprop.step.small.readable", lambda loss: False)
+    monkeypatch.setattr("rowprop.step.small.drained_s", lambda device: pytest.fail("it waited"))
+    model, batch = mlp()
+    SelectiveBackprop(model, row_losses, rowprop.TopK(0.25))(batch)[0].backward()
+
+
 def test_it_can_be_filtered_and_changes_no_result(monkeypatch: pytest.MonkeyPatch):
     # Red when the look draws, or runs anything of the model.
     def trained() -> list[torch.Tensor]:
