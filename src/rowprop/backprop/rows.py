@@ -321,7 +321,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def present_stream(device: torch.device) -> Callable[[], Any]:
-    """Tells whenever it is called the stream that work on this device is put on; None if the device has no streams.
+    """A call that returns the stream that work on this device is put on now; None if the device has no streams.
 
     Some ops ask three times, so it is the cheapest call that there is.
     """

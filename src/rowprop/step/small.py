@@ -1,6 +1,7 @@
 """A word to who trains a model that is too small to gain by slicing.
 
-On a CPU the graph's sizes tell it, and no clock; on an accelerator a few backwards that it was done with at once.
+On a CPU the graph's sizes tell it, and no clock. On an accelerator a clock does: is the device done with a backward as
+soon as the host has queued it?
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def _warn(found: str) -> None:
 def _watch(loss: Tensor, at_once: list[bool]) -> None:
     """Note at the end of this loss's backward whether the device had done it as soon as all was queued.
 
-    So it is if the device needs less than a twentieth of the backward's time more than the host; who has too much to do
-    for that waits a few times, after the backward. A clock decides what is printed, and nothing else.
+    The host then waits for the device. "As soon as" means: in less than a twentieth of the time that it took the host
+    to queue the backward. A clock decides what is printed, and nothing else.
     """
     device = loss.device
 
