@@ -3,9 +3,11 @@
 The limit is that of FLOPs. What XLA's own programs take stands beside it: the forward of all rows, and the plain step
 of K rows alone less their forward. Of K rows XLA may take more than their share, and of a forward more than its FLOPs.
 
-``python benchmarks/bench_step.py --rounds 20`` prints a table in Markdown. Rounds are interleaved, each in an order of
-its own, and figures are medians of CPU seconds, so that other programs on the machine count little.
+``python benchmarks/bench_step.py`` prints a table in Markdown. Each network is compiled and timed in processes of its
+own, whose figures differ by more than those of one process; the medians over them stand beside the lowest and highest.
+In a process rounds are interleaved, each in an order of its own, and times are medians of CPU seconds.
 
+XLA's scheduler for many threads begins what waits for nothing early, and keeps it in memory; one thread does without.
 XLA asks for new memory in each call, and the system clears it page by page, as long as glibc gives back what is freed.
 ``MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=10000000000`` before the command keeps it, in every way
 that is timed; with an arena for each thread, glibc would still give back what is larger than 64 MB.
@@ -14,6 +16,7 @@ that is timed; with an arena for each thread, glibc would still give back what i
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import statistics
@@ -21,7 +24,10 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+os.environ["XLA_FLAGS"] = (
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false --xla_cpu_multi_thread_eigen=false"
+    " intra_op_parallelism_threads=1"
+)
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
@@ -34,6 +40,7 @@ from networks import cnn, gpt, lstm, mlp, vit  # noqa: E402
 KEEPS = 0.1, 0.25, 0.5
 NETWORKS = {
     "MLP, N = 512": lambda: mlp(512, width=1024, inputs=512, depth=4),
+    "MLP, N = 1024": lambda: mlp(1024, width=768, inputs=768, depth=3),  # that of the benchmark for PyTorch
     "CNN, N = 64": lambda: cnn(64, width=64, side=32),
     "ViT, N = 48": lambda: vit(48, width=192, side=32, depth=4, heads=3),
     "ViT, N = 64": lambda: vit(64, width=192, side=32, depth=4, heads=3),  # XLA has other kernels from 4,096 tokens
@@ -91,38 +98,51 @@ def medians(compiled, inputs, rounds):
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
+def measured(name, rounds):
+    """A row of figures for each keep."""
+    compiled, inputs = programs(NETWORKS[name])
+    flops = {way: count_flops(function) for way, function in compiled.items()}
+    seconds = medians(compiled, inputs, rounds)
+    num_rows = len(jax.tree.leaves(inputs[1])[0])
+    rows = []
+    for keep in KEEPS:
+        share = kept(keep, inputs[1]) / num_rows
+        limit = (flops["forward"] + share * (flops["plain"] - flops["forward"])) / flops["plain"]
+        sliced, twice, alone = (seconds[way, keep] / seconds["plain"] for way in ("sliced", "recompute", "alone"))
+        parts = (seconds["forward"] + seconds["alone", keep] - seconds["forward", keep]) / seconds["plain"]
+        ratio = flops["sliced", keep] / flops["plain"] / limit
+        rows.append([ratio, sliced, limit, sliced / limit, sliced / parts, twice, alone, share])
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--network", help="the beginning of one network's name")
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--network", default="", help="the beginning of one network's name")
     arguments = parser.parse_args()
     cpu = next(
         (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?"
     )
     memory = "kept" if os.environ.get("MALLOC_ARENA_MAX") == "1" else "new in each call"
-    print(f"One thread of {cpu}, jax {jax.__version__}, float32, memory {memory}, ", end="")
-    print(f"medians of {arguments.rounds} interleaved rounds.\n")
+    print(f"One thread of {cpu}, jax {jax.__version__}, float32, memory {memory}, medians of ", end="")
+    print(f"{arguments.processes} processes of {arguments.rounds} interleaved rounds.\n")
     print("| network, keep | FLOPs over F + kB | step over plain | its limit | over the limit ", end="")
-    print("| over XLA's own parts | two forwards over plain | plain step of K rows over plain (share) |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name, network in NETWORKS.items():
-        if arguments.network and not name.startswith(arguments.network):
-            continue
-        compiled, inputs = programs(network)
-        flops = {way: count_flops(function) for way, function in compiled.items()}
-        seconds = medians(compiled, inputs, arguments.rounds)
-        num_rows = len(jax.tree.leaves(inputs[1])[0])
-        for keep in KEEPS:
-            share = kept(keep, inputs[1]) / num_rows
-            limit_flops = flops["forward"] + share * (flops["plain"] - flops["forward"])
-            limit = limit_flops / flops["plain"]
-            sliced, twice, alone = (seconds[way, keep] / seconds["plain"] for way in ("sliced", "recompute", "alone"))
-            ratio = flops["sliced", keep] / limit_flops
-            parts = (seconds["forward"] + seconds["alone", keep] - seconds["forward", keep]) / seconds["plain"]
+    print(
+        "| lowest, highest | over XLA's own parts | two forwards over plain | plain step of K rows over plain (share) |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    names = [name for name in NETWORKS if name.startswith(arguments.network)]
+    jobs = [(name, arguments.rounds) for _ in range(arguments.processes) for name in names]
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        found = pool.starmap(measured, jobs, chunksize=1)
+    for at, name in enumerate(names):
+        for keep, rows in zip(KEEPS, zip(*found[at :: len(names)], strict=True), strict=True):
+            flops, step, limit, over, parts, twice, alone, share = map(statistics.median, zip(*rows, strict=True))
+            spread = [row[3] for row in rows]
             print(
-                f"| {name}, {keep} | {ratio:.3f} | {sliced:.3f} | {limit:.3f} | {sliced / limit:.3f} "
-                f"| {sliced / parts:.3f} | {twice:.3f} | {alone:.3f} ({share:.3f}) |",
-                flush=True,
+                f"| {name}, {keep} | {flops:.3f} | {step:.3f} | {limit:.3f} | {over:.3f} "
+                f"| {min(spread):.2f}, {max(spread):.2f} | {parts:.3f} | {twice:.3f} | {alone:.3f} ({share:.3f}) |"
             )
 
 
