@@ -129,11 +129,11 @@ def test_glosses_stand_whole_and_side_by_side():
     # Red when: a gloss may begin in one row and end in the next; a row with room is passed over; a row begins with its
     # first word; a long gloss loses its end.
     numbers = {word: place for place, word in enumerate("abcdefg", start=2)}
-    texts = ["a b", "a b c d e f g", "c", "unheard a", "d"]
+    texts = ["a b", "a b c d e f g", "c", "unheard a", "d e"]
     assert data_module.packed(texts, numbers, end=9, num_tokens=6).tolist() == [
         [9, 2, 3, 9, 4, 9, 0],  # a b, c; then 1 token has no room for a gloss and its end
         [9, 2, 3, 4, 5, 6, 9],  # the long one, cut
-        [9, 1, 2, 9, 5, 9, 0],  # unheard a, d
+        [9, 1, 2, 9, 5, 6, 9],  # unheard a, d e, which fill it
     ]
 
 
