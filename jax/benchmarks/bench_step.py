@@ -40,7 +40,7 @@ from networks import cnn, gpt, lstm, mlp, vit  # noqa: E402
 KEEPS = 0.1, 0.25, 0.5
 NETWORKS = {
     "MLP, N = 512": lambda: mlp(512, width=1024, inputs=512, depth=4),
-    "MLP, N = 1024": lambda: mlp(1024, width=768, inputs=768, depth=3),  # that of the benchmark for PyTorch
+    "MLP, N = 1024": lambda: mlp(1024, width=768, inputs=768, depth=3),  # the sizes of the benchmark for PyTorch
     "CNN, N = 64": lambda: cnn(64, width=64, side=32),
     "ViT, N = 48": lambda: vit(48, width=192, side=32, depth=4, heads=3),
     "ViT, N = 64": lambda: vit(64, width=192, side=32, depth=4, heads=3),  # XLA has other kernels from 4,096 tokens
