@@ -8,6 +8,7 @@ own, whose figures differ by more than those of one process; the medians over th
 In a process rounds are interleaved, each in an order of its own, and times are medians of CPU seconds.
 
 XLA's scheduler for many threads begins what waits for nothing early, and keeps it in memory; one thread does without.
+``XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=true`` before the command brings it back.
 XLA asks for new memory in each call, and the system clears it page by page, as long as glibc gives back what is freed.
 ``MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=10000000000`` before the command keeps it, in every way
 that is timed; with an arena for each thread, glibc would still give back what is larger than 64 MB.
@@ -24,10 +25,8 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_enable_concurrency_optimized_scheduler=false --xla_cpu_multi_thread_eigen=false"
-    " intra_op_parallelism_threads=1"
-)
+FLAGS = "--xla_cpu_enable_concurrency_optimized_scheduler=false --xla_cpu_multi_thread_eigen=false"
+os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
@@ -47,6 +46,10 @@ NETWORKS = {
     "GPT, N = 32": lambda: gpt(32, width=192, length=64, vocabulary=512, depth=4, heads=3),
     "LSTM, N = 128": lambda: lstm(128, width=256, inputs=128, length=32),
 }
+COLUMNS = (
+    "network, keep", "FLOPs over F + kB", "step over plain", "its limit", "over the limit", "lowest, highest",
+    "over XLA's own parts", "two forwards over plain", "plain step of K rows over plain (share)",
+)  # fmt: skip
 
 
 def programs(network):
@@ -99,7 +102,7 @@ def medians(compiled, inputs, rounds):
 
 
 def measured(name, rounds):
-    """A row of figures for each keep."""
+    """For each keep the figures of ``COLUMNS``, with the share at the end."""
     compiled, inputs = programs(NETWORKS[name])
     flops = {way: count_flops(function) for way, function in compiled.items()}
     seconds = medians(compiled, inputs, rounds)
@@ -127,11 +130,8 @@ def main():
     memory = "kept" if os.environ.get("MALLOC_ARENA_MAX") == "1" else "new in each call"
     print(f"One thread of {cpu}, jax {jax.__version__}, float32, memory {memory}, medians of ", end="")
     print(f"{arguments.processes} processes of {arguments.rounds} interleaved rounds.\n")
-    print("| network, keep | FLOPs over F + kB | step over plain | its limit | over the limit ", end="")
-    print(
-        "| lowest, highest | over XLA's own parts | two forwards over plain | plain step of K rows over plain (share) |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|", " | ".join(COLUMNS), "|")
+    print("|---" * len(COLUMNS) + "|")
     names = [name for name in NETWORKS if name.startswith(arguments.network)]
     jobs = [(name, arguments.rounds) for _ in range(arguments.processes) for name in names]
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
