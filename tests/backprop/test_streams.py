@@ -189,3 +189,8 @@ def test_what_one_stream_made_is_not_read_on_another_without_a_wait(streams: Str
     dense = gradient.plain()
     streams.now = "main"
     assert gradient.plain() is dense and ("main", "left") in streams.waited
+
+
+def test_a_device_without_streams_keeps_no_book():
+    # Red when each gradient on a CPU looks for its stream as well, before each use.
+    assert RowSet(ROWS, N, unique=True, batchnorm="rows").streams is None
