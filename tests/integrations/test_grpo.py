@@ -18,8 +18,8 @@ from grpo_update import VOCABULARY, llama, some_groups, trainer_of
 from plain_loop import apart, check_equal, check_same, in_processes, only_with
 from rowprop.backprop.zeros import MOST
 from rowprop.errors import InvalidInput, UnsupportedOperation
-from rowprop.integrations.trl import cppo, pods, select_answers
-from rowprop.selection import OverAll, PerClass, Threshold
+from rowprop.integrations.trl import _equal, cppo, pods, select_answers
+from rowprop.selection import PerClass, RandomRows
 from transformers_trainer import adapted
 
 GROUP, STEPS = 4, 3
@@ -357,21 +357,51 @@ def test_a_selector_that_keeps_all_leaves_the_trainer_as_it_is(tmp_path):
     check_equal(plain.model, ours.model)
 
 
-def test_a_threshold_leaves_out_advantages_that_rounding_left(tmp_path):
-    # Red when: OverAll's weights are taken for those of a mean over the kept answers.
-    def tenths(**given):
-        return [reward * 0.1 for reward in some_groups(**given)]
+EQUAL = {
+    "group": {},
+    "batch": {"scale_rewards": "batch"},
+    "none": {"scale_rewards": "none"},
+    "each function": {"multi_objective_aggregation": "normalize_then_sum"},
+    "with a selector": {"selector": RandomRows(1.0)},
+    "several updates": CLIPPED,
+    "kept": {"selector": PerClass(rowprop.TopK(1.0)), "advantages": "kept"},
+}
 
-    plain, exact, ours = (make(tmp_path, reward=tenths, num_generations=8) for _ in range(3))
-    handles = [
-        select_answers(exact),
-        select_answers(ours, OverAll(lambda advantages, context: Threshold(0.01)(advantages.abs(), context))),
-    ]
-    for trainer in (plain, exact, ours):
+
+@pytest.mark.parametrize("settings", EQUAL.values(), ids=EQUAL)
+def test_groups_of_equal_rewards_leave_though_rounding_left_them_an_advantage(settings, tmp_path):
+    # Eight answers have the reward 0.7 or none, the others 0.7 or 1.3. Red when: an advantage of TRL's, a threshold
+    # or all processes' rewards decide; an answer without a reward counts as one of reward 0; a second draw is needed.
+    def rewards(prompts, completion_ids, **columns):
+        first = [0.7] * 7 + [None]
+        return [*first, *(1.3 if row % 3 else 0.7 for row in range(8))] * (len(prompts) // 16)
+
+    settings = dict(settings)
+    given = {name: settings.pop(name) for name in ("selector", "advantages") if name in settings}
+    common = {"reward": rewards, "num_generations": 8, "per_device_train_batch_size": 16, "max_steps": 2}
+    plain, ours = (make(tmp_path, **common | settings) for _ in range(2))
+    own = plain._generate_and_score_completions
+
+    def zeroed(inputs):
+        output = own(inputs)
+        assert output["advantages"][:7].all()  # what rounding left
+        output["advantages"][:8] = 0
+        return output
+
+    plain._generate_and_score_completions = zeroed
+    handle = select_answers(ours, **given, equal_rewards="drop")
+    for trainer in (plain, ours):
         train(trainer)
-    check_same(plain.model, exact.model)
-    assert apart(plain.model, ours.model) < 1e-4
-    assert [handle.num_forwarded for handle in handles] == [8, 0]  # a group whose rewards are all 0.1
+    assert moved(plain) > 1e-3
+    check_same(plain.model, ours.model)
+    assert (handle.num_rows, handle.num_forwarded) == (16, 8)
+
+
+def test_groups_are_equal_in_each_function_alone():
+    # Red when: functions that cancel each other in the sum make a group equal; the largest of other groups counts.
+    both = torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, math.nan], [3.0, 5.0], [math.nan] * 2, [math.nan] * 2])
+    assert _equal(both, 2).tolist() == [False] * 2 + [True] * 4
+    assert _equal(both.sum(1, keepdim=True), 2).tolist() == [True] * 6
 
 
 def test_pods_refuses_to_keep_one_answer_to_each_prompt(tmp_path):
@@ -502,6 +532,8 @@ def test_other_trainers_and_models_are_refused(tmp_path):
         select_answers(trainer, advantages="kept")
     with pytest.raises(InvalidInput, match="advantages"):
         select_answers(trainer, rowprop.TopK(0.5), advantages="some")
+    with pytest.raises(InvalidInput, match="equal_rewards"):
+        select_answers(trainer, equal_rewards=True)
     with pytest.raises(InvalidInput, match=r"selector was needed"):
         select_answers(trainer, rowprop.TopK)
     trainer.loss_type = "new"

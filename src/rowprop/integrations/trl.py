@@ -81,8 +81,9 @@ _ROWWISE = {
 
 
 def select_answers(
-    trainer: Any, selector: Selector | None = None, *, advantages: Literal["all", "kept"] = "all"
-) -> SelectedAnswers:
+    trainer: Any, selector: Selector | None = None, *, advantages: Literal["all", "kept"] = "all",
+    equal_rewards: Literal["train", "drop"] = "train",
+) -> SelectedAnswers:  # fmt: skip
     """Have a GRPOTrainer's update pay for the answers that have a gradient: one line between making it and training.
 
     Answers whose advantage is exactly 0 (groups that are all right or all wrong), and answers none of whose tokens
@@ -100,22 +101,29 @@ def select_answers(
             before the forward. Classes are the prompts: ``PerClass(RandomRows(0.5))`` keeps half of the answers to
             each. Default None: no more answers leave than have no gradient.
         advantages: ``"all"`` (default): TRL's. ``"kept"``: normalised by ``scale_rewards`` over a prompt's kept ones.
+        equal_rewards: ``"drop"``: answers to a prompt whose rewards are all equal (the largest equals the smallest)
+            get an advantage of exactly 0, so they leave before the forward. ``"train"`` (default): they keep the
+            advantage that TRL computes, which rounding can make nonzero.
 
     Raises:
         MissingExtra: TRL is not installed, or is older than 1.16.
-        InvalidInput: ``trainer`` is no GRPOTrainer or selects already, or ``selector`` is none.
+        InvalidInput: ``trainer`` is no GRPOTrainer or selects already, ``selector`` is none, or a choice is unknown.
         UnsupportedOperation: A term of the loss reaches answers without advantage (``beta``, an entropy bonus, a
             quantile of the entropies, a router's loss, a loss of a subclass), or a setting was not checked: images,
             DeepSpeed, tensor, context or sequence parallelism.
 
     Cost:
         For each micro-batch an all-reduce of five numbers, and the host waits for the count of its answers; one look at
-        the gradient of the hidden states. A selector needs the advantages gathered.
+        the gradient of the hidden states. A selector needs the advantages gathered. ``equal_rewards="drop"`` copies the
+        rewards of each generation to the host.
 
     Exactness:
         Without a selector exact, up to the order of sums, for a model whose forward treats each answer alone, without
-        dropout. A selected answer's advantage is multiplied by its weight times the number of answers: an unbiased
-        selector keeps the expected gradient.
+        dropout. ``equal_rewards="drop"`` changes the gradient beside TRL's by what rounding added: TRL 1.16 computes
+        advantages of 6e-4 for eight rewards of 0.7 and of 0.37 for eight of 1000.1; with
+        ``multi_objective_aggregation="normalize_then_sum"``, of 0.7 where the rewards differ in no group of the batch.
+        A selected answer's advantage is multiplied by its weight times the number of answers: an unbiased selector
+        keeps the expected gradient.
 
     References:
         Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300 (GRPO).
@@ -125,6 +133,7 @@ def select_answers(
     if isinstance(getattr(trainer._compute_loss, "__self__", None), SelectedAnswers):
         raise InvalidInput("select_answers got a trainer that selects already; call remove() on its handle first.")
     check_choice("select_answers", "advantages", advantages, ("all", "kept"))
+    check_choice("select_answers", "equal_rewards", equal_rewards, ("train", "drop"))
     if selector is None and advantages == "kept":
         raise InvalidInput("select_answers got advantages='kept' without a selector; give one, or leave it out.")
     if selector is not None:
@@ -145,7 +154,7 @@ def select_answers(
         needed = "answers without advantage were needed that have no gradient"
         remedy = "train without it, or without select_answers."
         raise UnsupportedOperation(f"select_answers got a trainer with {term}, but {needed}; {remedy}")
-    return SelectedAnswers(trainer, selector, advantages)
+    return SelectedAnswers(trainer, selector, advantages, drops_equal=equal_rewards == "drop")
 
 
 def pods(trainer: Any, *, keep: Keep = 0.25) -> SelectedAnswers:
@@ -198,11 +207,14 @@ class SelectedAnswers:
         num_forwarded: Of these, those that the forward ran for.
     """
 
-    def __init__(self, trainer: Any, selector: Selector | None, advantages: Literal["all", "kept"]) -> None:
+    def __init__(
+        self, trainer: Any, selector: Selector | None, advantages: Literal["all", "kept"], *, drops_equal: bool
+    ) -> None:
         self._trainer, self._selector, self._advantages = trainer, selector, advantages
+        self._drops_equal = drops_equal
         self._generator = torch.Generator().manual_seed(trainer.args.seed)  # the same on all processes
         self._inputs: Mapping[str, Any] | None = None  # of the micro-batch whose loss is computed
-        self._rewards = torch.empty(0)  # of the last generation
+        self._rewards = torch.empty(0)  # of the last generation, (N, 1); (N, F) where TRL normalises F functions alone
         self._entropy: list[Tensor] = []  # the sum over the tokens that went through the forward, and their number
         self.num_rows = self.num_forwarded = 0
         replaced: dict[str, Any] = {
@@ -210,9 +222,11 @@ class SelectedAnswers:
             "_compute_loss": self._compute_loss,
             "_get_per_token_logps_and_entropies": self._logps_and_entropies,
         }
+        if selector is not None or drops_equal:
+            replaced["_calculate_rewards"] = self._calculate_rewards
+            replaced["_generate_and_score_completions"] = self._generate
         if selector is not None:
-            own = {"_calculate_rewards": self._calculate_rewards, "_generate_and_score_completions": self._generate}
-            replaced |= own | shared.with_state(trainer, self._state, self._resume)
+            replaced |= shared.with_state(trainer, self._state, self._resume)
         self._own = shared.Replaced(trainer, replaced)
         # Answers that are clipped in all their tokens, which is not known before the backward.
         self._clipped = skip_zeros(cast("nn.Module", shared.unwrapped(trainer).base_model), unit="row")
@@ -286,27 +300,40 @@ class SelectedAnswers:
         return logps, torch.zeros_like(stand_in), aux
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Remember the reward of each answer of all processes; NaN where nobody gave one."""
+        """Remember the rewards of all processes' answers as TRL normalises them; NaN where nobody gave one."""
         by_function = self._own["_calculate_rewards"](*args, **kwargs)
-        rewards = (by_function * self._trainer.reward_weights.to(by_function.device)).nansum(1)
-        self._rewards = rewards.masked_fill(by_function.isnan().all(1), torch.nan).cpu()
+        rewards = by_function * self._trainer.reward_weights.to(by_function.device)
+        if self._trainer.multi_objective_aggregation == "sum_then_normalize":
+            rewards = rewards.nansum(1, keepdim=True).masked_fill(by_function.isnan().all(1, keepdim=True), torch.nan)
+        self._rewards = rewards.cpu()
         return by_function
 
     def _generate(self, inputs: Any) -> dict[str, Any]:
-        """Generate answers. Those that the selector does not keep have no advantage, and the others their weight."""
+        """Generate answers. Those that leave get an advantage of 0; a selector gives the others their weight."""
         output = self._own["_generate_and_score_completions"](inputs)
         trainer, given = self._trainer, output["advantages"]
         if not trainer.model.training:
             return output
         if given.dim() != 1:
-            needed = "a selector needs one for each answer; train without a selector."
-            raise UnsupportedOperation(f"select_answers got advantages of shape {tuple(given.shape)} but {needed}")
+            needed = "one for each answer was needed; train without a selector and with equal_rewards='train'."
+            raise UnsupportedOperation(f"select_answers got advantages of shape {tuple(given.shape)}, but {needed}")
         whole = cast(Tensor, trainer.accelerator.gather(given)).cpu()
+        if self._drops_equal:
+            whole = whole.masked_fill(_equal(self._rewards, trainer.num_generations), 0)
+        if self._selector is not None:
+            whole = self._selected(self._selector, whole)
+        first = trainer.accelerator.process_index * len(given)
+        output["advantages"] = whole[first : first + len(given)].to(given)
+        return output
+
+    def _selected(self, selector: Selector, whole: Tensor) -> Tensor:
+        """The advantages of all processes' answers, (N,), after the selector."""
+        trainer = self._trainer
         prompts = torch.arange(len(whole)) // trainer.num_generations
         context = Context(shared.progress_of(trainer), classes=prompts, generator=self._generator)
-        if self._advantages == "all" and keep_of(self._selector, context) == 1:
-            return output
-        selection = asked(cast("Selector", self._selector), whole, context)
+        if self._advantages == "all" and keep_of(selector, context) == 1:
+            return whole
+        selection = asked(selector, whole, context)
         kept = whole[selection.rows]
         if self._advantages == "kept":
             if len(whole) and int(prompts[selection.rows].bincount(minlength=1).max()) < 2:
@@ -315,11 +342,11 @@ class SelectedAnswers:
                     "whose advantage among itself is 0, but two or more were needed; give a larger keep, or "
                     "GRPOConfig(num_generations=...) more answers."
                 )
-            kept = _normalised(self._rewards[selection.rows], prompts[selection.rows], trainer.scale_rewards)
-        weighed = torch.zeros_like(whole).index_copy(0, selection.rows, kept * selection.weights.to(kept) * len(whole))
-        first = trainer.accelerator.process_index * len(given)
-        output["advantages"] = weighed[first : first + len(given)].to(given)
-        return output
+            rewards = self._rewards[selection.rows, 0]
+            kept = _normalised(rewards, prompts[selection.rows], trainer.scale_rewards)
+            if self._drops_equal:
+                kept = kept.masked_fill(_equal(self._rewards, trainer.num_generations)[selection.rows], 0)
+        return torch.zeros_like(whole).index_copy(0, selection.rows, kept * selection.weights.to(kept) * len(whole))
 
     def _state(self) -> dict[str, Any]:
         state = {"selector": self._selector.state_dict()} if isinstance(self._selector, Stateful) else {}
@@ -330,6 +357,15 @@ class SelectedAnswers:
         if isinstance(self._selector, Stateful):
             check_entries("select_answers", state, ["selector"])
             self._selector.load_state_dict(state["selector"])
+
+
+def _equal(rewards: Tensor, group: int) -> Tensor:
+    """Which answers (N,) are of a group whose rewards, (N, 1 or F), are all equal; answers without one do not count."""
+    grouped = rewards.view(-1, group, rewards.shape[1])
+    lacking = grouped.isnan()
+    highest = grouped.masked_fill(lacking, -torch.inf).amax(1)
+    lowest = grouped.masked_fill(lacking, torch.inf).amin(1)
+    return (highest <= lowest).all(1).repeat_interleave(group)
 
 
 def _normalised(rewards: Tensor, prompts: Tensor, scale: str) -> Tensor:
