@@ -28,7 +28,7 @@ programs pruning recurrent repeats rules scores selectors step step_parts stream
 zeros zoo"""
 """The tests whose outcome a device can change."""
 FAMILIES = """torchvision==0.28.0 timm==1.0.31 transformers==5.23.0 liger-kernel==0.8.5 triton==3.7.1 torchao==0.18.0
-pytest""".split()
+bitsandbytes==0.50.2 pytest""".split()
 FASTAI = """torchvision==0.28.0 fastai==2.8.12 tsai==1.0.1 pytest coolname==2.2.0 tabulate py-cpuinfo importlib-metadata
 torchmetrics==1.9.0 argcomplete arrow backoff gql[websockets]<4 prompt_toolkit protobuf questionary<2.1 ruamel.yaml
 validators termcolor""".split()
@@ -107,8 +107,12 @@ def recipes(session: nox.Session) -> None:
 def audit(session: nox.Session) -> None:
     """Check every rule in every layout, and 20,000 random programs, against the dense truth: half an hour.
 
+    `-- mm sum.dim_IntList` checks the rules of these ops only.
     Before, the tests of compiled models and of torch's own samples take all of them, of which they take some elsewhere.
     """
+    if session.posargs:
+        session.run(sys.executable, "tools/audit.py", *session.posargs, env=ONE_THREAD)
+        return
     thorough = ONE_THREAD | {"ROWPROP_THOROUGH": "1"}
     session.run(sys.executable, "-m", "pytest", *ALL_CORES, *files("compiled opinfo"), env=thorough)
     session.run(sys.executable, "tools/audit.py")
@@ -160,13 +164,15 @@ def waits(session: nox.Session) -> None:
 
 @nox.session(python=interpreter("3.11"))
 def families(session: nox.Session) -> None:
-    """Check the models of torchvision, timm and transformers, Liger and torchao; `-- --page` writes the page."""
+    """Check models of torchvision, timm and transformers, and functions of others; `-- --page` writes the page."""
     # An environment of their own: PyPI's torchvision is built for CUDA, and breaks other packages' imports.
     session.install(TORCH, *FAMILIES, "-e", ".", "-c", "constraints.txt")
     if session.posargs == ["--page"]:
         session.run("python", "-W", "ignore", "tools/model_families.py")
     else:  # Triton's interpreter runs Liger's kernels on the CPU
-        session.run("pytest", *files("families liger float8"), *session.posargs, env={"TRITON_INTERPRET": "1"})
+        session.run(
+            "pytest", *files("families liger float8 bitsandbytes"), *session.posargs, env={"TRITON_INTERPRET": "1"}
+        )
 
 
 @nox.session(python=interpreter("3.11"))

@@ -43,6 +43,7 @@ from rowprop.backprop.watch import Report
 
 aten = torch.ops.aten
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # of their results, only the shape is defined
+FIRST = {"_linalg_solve_ex", "triangular_solve"}  # of their results, no formula of autograd uses others than the first
 FRESH = {"zeros_like", "new_zeros", "zero_", "zero"}
 DOUBLES = dict.fromkeys([torch.float64, torch.complex128], 1e-9)
 SINGLES = dict.fromkeys([torch.float32, torch.complex64], 1e-4)
@@ -411,6 +412,8 @@ class Case:
     def _fault(self, leaves: list[Any], dense: list[Any], expected: Any) -> str | None:
         """How a call with ``leaves`` differs from the truth: in its results, or in its operands afterwards."""
         wanted, found = tree_flatten(expected)[0], tree_flatten(self._call(leaves))[0]
+        if self.call.name in FIRST:
+            wanted, found = wanted[:1], found[:1]
         if len(found) != len(wanted):
             return f"{len(found)} results, not {len(wanted)}"
         values = self.call.op._schema.name.removeprefix("aten::") not in UNDEFINED
@@ -640,7 +643,7 @@ def missing(every: int = 1) -> dict[str, Met]:
 
 
 def main() -> None:
-    """Every case of every call; exits with 1 if a rule is wrong."""
+    """Every case of every call, or of the calls of ops with the given names; exits with 1 if a rule is wrong."""
     torch.set_num_threads(1)
     recorder = Recorder()
     record_zoo(recorder)
@@ -648,9 +651,12 @@ def main() -> None:
     record_opinfo(recorder)
     with installed():
         record_kernels(recorder)
-        findings = audit(recorder.calls.values())
+        names = sys.argv[1:]
+        findings = audit(c for c in recorder.calls.values() if not names or c.name.rstrip("_") in names)
     print(f"{len(recorder.calls)} different calls with a gradient among their operands")
     print(findings)
+    if names:
+        sys.exit(bool(findings.wrong))
     print("never on kept rows, though they have a rule:", ", ".join(findings.unreached) or "none")
     gone = missing()
     print(f"missing: {len(gone)} ops at which a gradient went back to all rows")

@@ -418,8 +418,46 @@ cases("""
     foreach: torch.cat(torch._foreach_tanh(torch._foreach_mul(x.chunk(2, 1), [2.0, 3.0])), 1)
     complex: torch.view_as_real(torch.view_as_complex(x.view(N, 2, 2)) * (1 + 2j))
     conj: torch.view_as_real(torch.complex(x[:, :2] * 1, x[:, 2:] * 1).conj().resolve_conj())
+    conj_physical: torch.view_as_real(torch.complex(x[:, :2] * 1, x[:, 2:] * 1).conj_physical())
 (N, 2, 3) complex_transposed: torch.view_as_real(torch.complex(x[:, 0] * 1, x[:, 1] * 1)).transpose(1, 2)
 """)
+
+# Red when: the factors are those of all rows; a factor that all rows share is gathered; the formula of matrix_exp joins
+# the gradient to the first K matrices; the rows' lengths are taken for those of the kept rows.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.triangular_solve(torch.eye(1), torch.eye(1))  # it warns once that it is old
+hann, ragged = torch.hann_window(4).double() + 0.1, torch.tensor([1, 0, 4, 4, 6, 9])
+step1, zero1, step5, zero5, step6, zero6 = (torch.full((n,), by) for n in (1, 5, N) for by in (0.2, 0.5))
+
+
+def definite(x: Tensor) -> Tensor:
+    return x @ x.mT + torch.eye(3)
+
+
+cases("""
+(N, 3, 3) cholesky_solve: torch.cholesky_solve(x, torch.linalg.cholesky(definite(x)))
+    cholesky_solve_shared: torch.cholesky_solve(x, torch.linalg.cholesky(definite(w43[:3])))
+    triangular_solve: torch.triangular_solve(x, definite(x))[0]; triangular_shared: x.triangular_solve(w43[:3])[0]
+    eigvals: torch.linalg.eigvals(x).abs(); eig: torch.linalg.eig(x)[1].abs(); matrix_exp: torch.matrix_exp(x)
+(N, N) matrix_exp_over_rows: torch.matrix_exp(x)
+(N, 2, 3, 3) cholesky_solve_time_first: turned(lambda x: torch.cholesky_solve(x, definite(x)), x)
+    matrix_exp_time_first: turned(lambda x: torch.matrix_exp(x.contiguous()), x)
+(N, 8) istft: torch.istft(torch.stft(x, 4, 2, window=hann, return_complex=True), 4, 2, window=hann, length=8)
+    segment_reduce: torch.segment_reduce(x, "max", lengths=torch.tensor([[3, 5]] * N), axis=1)
+    segment_reduce_offsets: torch.segment_reduce(x, "mean", offsets=torch.tensor([[0, 3, 8]] * N), axis=1)
+    segment_reduce_time_first: turned(lambda x: torch.segment_reduce(x, "prod", lengths=torch.tensor([3, 5])), x)
+(N, 4) segments: torch.segment_reduce(x.flatten(), "max", lengths=ragged, initial=0)
+    segments_offsets: torch.segment_reduce(x.flatten(), "sum", offsets=F.pad(ragged.cumsum(0), (1, 0)))
+    segments_of_lines: torch.segment_reduce(x.repeat(4, 1), "mean", lengths=ragged, initial=0)
+(N, 5) dirichlet: torch.distributions.Dirichlet(x.exp()).rsample(); beta: torch.distributions.Beta(x.exp(), 2).rsample()
+    dirichlet_over_rows: torch.distributions.Dirichlet(x.exp().t()).rsample().t()
+    fake: torch._fake_quantize_learnable_per_tensor_affine(x.float(), step1, zero1, -8, 7, 0.5)
+    fake_channels: torch._fake_quantize_learnable_per_channel_affine(x.float(), step5, zero5, 1, -8, 7, 0.5)
+    fake_time_first: torch._fake_quantize_learnable_per_channel_affine(x.float().t(), step5, zero5, 0, -8, 7, 0.5).t()
+    fake_over_rows: torch._fake_quantize_learnable_per_channel_affine(x.float(), step6, zero6, 0, -8, 7)
+""")
+
 
 # Complex numbers: a lazy conjugate is a flag on the memory of the number, and so is the lazy negative (the imaginary
 # part of a conjugate). Red when: the memory below a flag is gathered as it is, or a gather is remembered without it.

@@ -294,6 +294,37 @@ def variational_autoencoder() -> nn.Module:
 
 add("MLP", lambda: (torch.rand(N, 10),), variational_autoencoder, losses=evidence)
 
+
+def shares() -> nn.Module:
+    """A policy's actions and shares are drawn with their gradients: Beta and Dirichlet."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        a, b, c = (F.softplus(net.first(x)) + 0.5).split([D, D, 2 * D], 1)
+        drawn = (
+            torch.distributions.Beta(a, b).rsample(),
+            torch.distributions.Dirichlet(c.unflatten(1, (2, D))).rsample(),
+        )
+        return net.head(torch.cat([drawn[0], drawn[1].flatten(1)], 1))
+
+    return Net(forward, first=nn.Linear(10, 4 * D), head=nn.Linear(3 * D, C))
+
+
+def matrices() -> nn.Module:
+    """Exponentials, eigenvalues and systems of equations, as of rotations and of Gaussian processes."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        m = net.first(x).tanh().unflatten(1, (3, 3))
+        factor = torch.linalg.cholesky(m @ m.mT + torch.eye(3).to(m))
+        solved = torch.cholesky_solve(torch.matrix_exp(m), factor) + torch.linalg.eigvals(m + factor).abs().unsqueeze(2)
+        return net.head(solved.flatten(1))
+
+    return Net(forward, first=nn.Linear(10, 9), head=nn.Linear(9, C))
+
+
+solves = "cholesky_solve _linalg_solve_ex linalg_solve_triangular _linalg_check_errors linalg_matrix_exp"
+add("MLP", vectors(10), shares, uncounted=("_dirichlet_grad",))
+add("MLP", vectors(10), matrices, uncounted=tuple(solves.split()))
+
 # --- images ----------------------------------------------------------------------------------------------------------
 
 
@@ -840,6 +871,20 @@ def scan() -> nn.Module:
     return Net(forward, embed=nn.Embedding(V, D), inputs=nn.Linear(D, 2 * D), head=nn.Linear(D, V))
 
 
+def source_separation() -> nn.Module:
+    """A mask of the spectrum, and the sound of it."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        window = torch.hann_window(8).to(x)
+        z = torch.stft(x, 8, 2, window=window, return_complex=True)
+        mask = net.mask(torch.view_as_real(z).permute(0, 2, 1, 3).flatten(2)).unflatten(2, (5, 2)).permute(0, 2, 1, 3)
+        return torch.istft(z * torch.view_as_complex(mask.contiguous()), 8, 2, window=window, length=x.shape[-1])
+
+    return Net(forward, mask=seq(nn.Linear(10, D), nn.Tanh(), nn.Linear(D, 10)))
+
+
+sounds = {"losses": by_element(F.mse_loss), "uncounted": ("_fft_r2c",)}
+add("recurrent", lambda: (torch.randn(N, 32), torch.randn(N, 32)), source_separation, **sounds)
 add("recurrent", language(), state_space)
 add("recurrent", language(), scan, densifies=("gt.Scalar", "log"))
 
@@ -903,7 +948,18 @@ def point_net() -> nn.Module:
     return Net(forward, transform=nn.Linear(3, 9), features=features, head=nn.Linear(D, C))
 
 
+def ragged_sets() -> nn.Module:
+    """Points of all sets, end to end, and the mean of each set."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        points = net.each(x.flatten(0, 1))
+        return net.head(torch.segment_reduce(points, "mean", lengths=torch.full((N,), x.shape[1])))
+
+    return Net(forward, each=nn.Linear(3, D), head=nn.Linear(D, C))
+
+
 add("set", vectors(7, 3), deep_sets, point_net)
+add("set", vectors(7, 3), ragged_sets, uncounted=("_segment_reduce_backward",))
 
 
 def graph_convolution() -> nn.Module:

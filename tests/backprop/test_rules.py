@@ -43,7 +43,8 @@ index_add_one: squeeze.dim; scatter_partial scatter_reduce_each: add.Tensor gath
 gather_partial: add.Tensor scatter_add; sortbatch: scatter.src; cumsumb cumprod_rows: cumsum; lcse: gt.Scalar log
 select_scatter_row: select_scatter
 masked_select max_batch maxall meanall mean0 stdall einsum2 xxt dot mm_batchcontract rms_over_batch: add.Tensor
-mask_set_zero: add.Tensor
+mask_set_zero: add.Tensor; matrix_exp_over_rows: cat; dirichlet_over_rows: _Dirichlet
+fake_over_rows: _fake_quantize_learnable_per_channel_affine_backward
 """
 DENSIFIES = {
     name: set(ops.split())

@@ -64,7 +64,7 @@ def same_but_for_rounding(found, wanted):
 
 
 PROOFS = {  # the file of tests that a block of ARCHITECTURE.md enters something in -> its tests of that entry
-    "tools/zoo.py": ("tests/backprop/test_zoo.py", "mlp_with_equations"),
+    "tools/zoo.py": ("tests/backprop/test_zoo.py", "mlp_with_turns"),
     "tests/cost/test_flops.py": ("tests/cost/test_flops.py", "test_cross_products"),
     "tools/laws.py": ("tests/test_laws.py", "Middle or half_of_the_loss or has_an_entry"),
 }

@@ -62,6 +62,27 @@ def embedding_bag_weights_backward(
     return rows_at(g, values, place, indices.shape, 0, unique=g.rows.unique)
 
 
+@rule("_segment_reduce_backward")
+def segment_reduce_backward(op: Any, g: Any, out: Any, data: Any, reduce: str, **options: Any) -> Any:
+    """Segments of a dimension that holds no rows; or the segments are the rows, as the nodes of graphs."""
+    axis = options.get("axis", 0)
+    if type(g) is not RowSlice or RowSlice in (type(out), type(data)) or (g.dim == axis and not g.layout.plain):
+        return Densify("the batch lies in the segments")
+    ends = {name: options[name] for name in ("lengths", "offsets") if options.get(name) is not None}
+    if g.dim != axis:
+        kept = {name: g.take(t, g.dim) if g.dim < axis else t for name, t in ends.items()}
+        return g.like(op(g.values, g.take(out), g.take(data), reduce, **options | kept))
+    if axis > 0:
+        return Densify("the segments are rows of several batches")
+    offsets = ends["offsets"] if "offsets" in ends else ends["lengths"].cumsum(0) - ends["lengths"]
+    entries = offsets.new_empty(()).expand(data.shape[0])
+    place, segment, _ = _kept_bags(g, offsets, entries)
+    lengths = torch.zeros_like(g.rows.index).index_add_(0, segment, torch.ones_like(segment))
+    kept = {**options, "lengths": lengths, "offsets": None}
+    values = op(g.values.contiguous(), g.take(out), data[place], reduce, **kept)
+    return rows_at(g, values, place, data.shape, 0, unique=g.rows.unique)
+
+
 _MAX = 2  # the mode of an embedding bag that takes the largest entries
 
 

@@ -1,6 +1,7 @@
-"""Custom functions of Liger, TRL, transformers and torchao, known by name: no library is imported for them.
+"""Custom functions of torch, Liger, TRL, transformers, torchao and bitsandbytes, known by name.
 
-Liger's kernels work over the last dimension. Some backwards write over the gradient or a saved tensor: they get copies.
+No library is imported for them. Liger's kernels work over the last dimension. Some backwards write over the gradient or
+a saved tensor: they get copies.
 """
 
 from __future__ import annotations
@@ -106,10 +107,35 @@ def _linear_cross_entropy(node: Any, backward: Any, g: RowSlice) -> Any:
     return on_kept_rows(node, [g], saved=(0, None, 0, None, None), grads=(0, ...))
 
 
+def _over_last(node: Any, g: RowSlice, **changed: Any) -> Any:
+    """A function over the last dimension, at rows or positions; its first argument and what it saved have these."""
+    if g.layout.holds(g.ndim - 1):
+        raise NeedsAllRows("the function works over the rows' own dimension")
+    kept = NodeWith(node, saved_tensors=tuple(map(g.take, node.saved_tensors)), **changed)
+    returned: Any = cast(Any, type(node)).apply(kept, g.values)
+    to_input, *others = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
+    return (None if to_input is None else g.like(to_input)), *others
+
+
 @function_rule("transformers.models.bloom.modeling_bloom.GeLUFunction", positions=True)
-def _bloom_gelu(node: Any, backward: Any, g: RowSlice) -> Any:
-    kept = NodeWith(node, saved_tensors=(g.take(node.saved_tensors[0]),))
-    return (g.like(cast(Any, type(node)).apply(kept, g.values)),)
+@function_rule("torch.distributions.dirichlet._Dirichlet", positions=True)  # that of Beta, too
+@function_rule("bitsandbytes.autograd._functions.MatMul4Bit", positions=True)
+def _last(node: Any, backward: Any, g: RowSlice) -> Any:
+    return _over_last(node, g)
+
+
+@function_rule("bitsandbytes.autograd._functions.MatMul8bitFp", positions=True)
+def _eight_bits(node: Any, backward: Any, g: RowSlice) -> Any:
+    """A product with a weight of 8 bits, made floating again."""
+    return _over_last(node, g, A=g.take(node.A), grad_shape=g.kept_shape(node.grad_shape))
+
+
+@function_rule("bitsandbytes.autograd._functions.MatMul8bitLt", positions=True)
+def _eight_bits_rounded(node: Any, backward: Any, g: RowSlice) -> Any:
+    """The same with an input of 8 bits; a trained weight's gradient is rounded by columns of all rows."""
+    if node.needs_input_grad[1]:
+        return Densify("the weight of 8 bits is trained, and its gradient rounded over all rows")
+    return _over_last(node, g, grad_shape=g.kept_shape(node.grad_shape))
 
 
 _MULTIPLE = 16  # the products of float8 kernels need as many rows, or a multiple

@@ -18,6 +18,7 @@ from rowprop.backprop.layout import Layout, transpose
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, op_name, rule
+from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.sequences import Sequences, in_front, put_back, sequences_of
 from rowprop.backprop.sliced import Densify, RowSlice, sliced_again, whole_rows
 from rowprop.backprop.watch import note, note_densified
@@ -245,17 +246,31 @@ def trilinear(op: Any, *args: Any) -> Any:
     return out if name in summed else g.like(out, g.layout.at(name - sum(d < name for d in set(summed))))
 
 
-@rule("linalg_solve_triangular", "linalg_lu_solve")
-def solve(op: Any, a: Any, *rest: Any, **options: Any) -> Any:
+@rule("linalg_solve_triangular", "linalg_lu_solve", "cholesky_solve", "triangular_solve", "_linalg_solve_ex")
+def solve(op: Any, *args: Any, **options: Any) -> Any:
     """Systems of equations with a batch in front; the gradient is the right-hand side."""
-    *pivots, b = rest
-    if type(b) is not RowSlice or type(a) is RowSlice or b.dim >= b.ndim - 2:
+    call = Call(op, args, options)
+    names = "self", "A", "LU", "input2", "pivots", "B"
+    operands = {name: getattr(call, name) for name in names if name in call.places}
+    right = "B" if "B" in operands else "self"
+    g: Any = operands[right]
+    factors = [x for name, x in operands.items() if name != right]
+    if type(g) is not RowSlice or any(type(x) is RowSlice or x.ndim > g.ndim for x in factors) or g.dim >= g.ndim - 2:
         return Densify("the batch lies in the equations")
 
-    def run(a: Tensor, b: Tensor, *columns: Tensor) -> Tensor:
-        return op(a, *(c.squeeze(-1) for c in columns), b, **options)
+    def run(*kept: Tensor) -> Any:
+        changed = dict(zip(operands, kept, strict=True))
+        if "pivots" in changed:
+            changed["pivots"] = changed["pivots"].squeeze(-1)
+        out = call.run(**changed)
+        if isinstance(out, Tensor):
+            return out
+        others.extend(out[1:])
+        return out[0]
 
-    return local(run, a, b, *(p.unsqueeze(-1) for p in pivots))
+    others: list[Tensor] = []  # factors of the kept rows, of which formulas read only whether they were found
+    out = local(run, *(x.unsqueeze(-1) if name == "pivots" else x for name, x in operands.items()))
+    return (out, *others) if others else out
 
 
 @rule("_cdist_backward")

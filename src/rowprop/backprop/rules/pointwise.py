@@ -70,7 +70,7 @@ rule(
     "hardsigmoid_backward", "hardswish_backward", "hardshrink_backward", "softshrink_backward", "softplus_backward",
     "log_sigmoid_backward", "rrelu_with_noise_backward", "native_dropout_backward", "_prelu_kernel_backward",
     "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward",
-    "binary_cross_entropy_backward", positions=True,
+    "binary_cross_entropy_backward", "_conj_physical", positions=True,
 )(local)  # fmt: skip
 
 
@@ -108,6 +108,19 @@ def div(op: Any, a: Any, b: Any) -> Any:
 def nonlinear(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     """Elementwise, with f(0) = 0."""
     return local(op, g.merged(), *args, **kwargs)
+
+
+@rule(
+    "_fake_quantize_learnable_per_tensor_affine_backward", "_fake_quantize_learnable_per_channel_affine_backward",
+    positions=True,
+)  # fmt: skip
+def fake_quantize_backward(op: Any, g: Any, input: Any, scale: Any, zero: Any, *rest: Any) -> Any:
+    """The gradients of the scale and the zero point, of all elements or of a channel each, are sums over the rows."""
+    channels = "channel" in op.__name__
+    if type(g) is not RowSlice or type(input) is RowSlice or (channels and g.layout.holds(rest[0] % g.ndim)):
+        return Densify("the batch lies in the channels")
+    to_input, *sums = op(g.values, g.take(input), scale, zero, *rest)
+    return g.like(to_input), *sums
 
 
 @rule("pow.Tensor_Scalar", positions=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop import layout as lay
+from rowprop.backprop.backward import node_name
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.apply import end_to_end, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
@@ -276,6 +277,12 @@ def diagonal(op: Any, g: RowSlice, offset: int = 0, dim1: int = 0, dim2: int = 1
     return g.like(op(g.values, offset, dim1, dim2), lay.remove(g.layout, dims))
 
 
+@rowlocal("unfold", why="the windows run over the batch", positions=True)
+def unfold(call: Call, ndim: int) -> Iterable[int]:
+    """Windows over a dimension that holds no rows; the window is added as the last dimension."""
+    return (call.dimension,)
+
+
 @rowlocal("unfold_backward", why="the windows run over the batch")
 def unfold_backward(call: Call, ndim: int) -> Iterable[int]:
     """Windows over a dimension that holds no rows (the gradient has the window as an added last dimension)."""
@@ -328,10 +335,33 @@ def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
             return Densify("gradients sliced over different batches meet")
         tensors = united[0][0]
         g = next(x for x in tensors if type(x) is RowSlice)
-    parts = _same_rows(g, tensors)
+    parts = _of_matrix_exp(g, tensors) or _same_rows(g, tensors)
     if parts is None:
         return Densify("a dense gradient is joined to a sliced one")
     return g.like(op(parts, dim))
+
+
+def _of_matrix_exp(g: RowSlice, tensors: Sequence[Any]) -> list[Tensor] | None:
+    """The kept rows of all parts in the formula of ``matrix_exp``; None in any other node.
+
+    The formula joins the gradient G and the matrix A to [[A, G], [0, A]], and reads the upper right block of its
+    exponential. That block is zero where G is zero, so the other rows may be left out.
+    """
+    if not node_name().startswith("LinalgMatrixExpBackward") or not _batch_of_matrices(g):
+        return None
+    return [x.values if type(x) is RowSlice else g.take(x) for x in tensors if type(x) is not Zeros]
+
+
+def _batch_of_matrices(g: RowSlice) -> bool:
+    return g.dim < g.ndim - 2 and not g.layout.minor
+
+
+@rule("linalg_matrix_exp")
+def matrix_exp(op: Any, g: RowSlice) -> Any:
+    """The exponential of joined matrices, see the rule of ``cat``."""
+    if not node_name().startswith("LinalgMatrixExpBackward") or not _batch_of_matrices(g):
+        return Densify("the exponential of zero is not zero")
+    return g.like(op(g.values.contiguous()))
 
 
 def _end_to_end(tensors: Sequence[Any], dim: int) -> Any:
