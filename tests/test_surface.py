@@ -160,7 +160,7 @@ def test_what_a_call_returns_shows_as_the_text_that_it_prints():
         "densified: nothing": report,
         "75% of the rows at 2 have no gradient; skip_zeros there saves 75%": zeros.places[0],
         f"{zeros.places[0]} of the backward's FLOPs.": zeros,
-        "4 of 16 rows went on: the others are zero": skipped,
+        "skipped 12 of 16 rows: their gradient is zero": skipped,
         f"{planned.reason}\n{planned.certainty}": planned,
         verified.verdict: verified,
         f"backward over forward {counted.ratio:.3f}": counted,

@@ -199,7 +199,11 @@ def _step_aside() -> list[Callable[[], Any]]:
 
 def _count_unless_sliced(counter: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     own = counter.__class__.__torch_dispatch__
-    return NotImplemented if RowGrad in types else own(counter, func, types, args, kwargs)
+    measured = any(type(g) is RowGrad and g.sliced is not None and g.sliced.rows.makers for g in args)  # by find_zeros
+    if RowGrad in types and not measured:
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore
+        return own(counter, func, types, args, kwargs)
 
 
 def _mark_copying(node: Any) -> list[Callable[[], Any]]:

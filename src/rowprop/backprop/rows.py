@@ -97,6 +97,7 @@ class RowSet:
         self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them
         self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these are some of, and their places there
         self.hook: Hook | None = None
+        self.makers: frozenset[Any] = frozenset()  # whose measurement made them: see rowprop.cost.zeros
         self.attention = attention
         self.marked = False  # see copying
         self.recent: dict[Any, tuple[Tensor, Any, Tensor]] = {}  # the last two gathers, by the places of their sources
@@ -114,6 +115,7 @@ class RowSet:
         rows.origin = self.origin or self
         rows.absent = absent
         rows.hook = None if self.hook is None else self.hook.moved(places)
+        rows.makers = self.makers
         return rows
 
     def some(self, places: Tensor) -> RowSet:

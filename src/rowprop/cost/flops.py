@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry  # pyright: ignore[reportUnknownVariableType]
 
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rules.apply import leaves
 
 # Called after an op: with its name without ``aten``, its FLOPs, the op, its inputs and what it returned. The FLOPs are
 # one number for each output of an op that makes several gradients, else one for all; None where no formula is known.
@@ -77,43 +78,65 @@ def count_flops() -> Generator[Flops, None, None]:
 
 
 @contextmanager
-def counting(ran: Ran) -> Generator[None]:
-    """Call ``ran`` after every op of the block; compiled models run uncompiled in the block."""
+def counting(counter: Ran | Counter) -> Generator[None]:
+    """Call ``counter`` after every op of the block; compiled models run uncompiled in the block."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     try:
         # Under a mode Dynamo gives a frame up for good. One that it was told to leave alone runs compiled again later.
         uncompiled = nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
     except RuntimeError:  # this very code runs inside a compiled function, after a graph break
         uncompiled = nullcontext()
-    with uncompiled, _Counter(ran):
+    with uncompiled, counter if isinstance(counter, Counter) else Counter(counter):
         yield
 
 
-class _Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):
+    """Calls a function after every op; what :func:`rowprop.find_zeros` slices counts as the plain op."""
+
     supports_higher_order_operators = True  # an op that takes functions, as flex_attention, comes in one piece
 
-    def __init__(self, ran: Ran) -> None:
+    def __init__(self, ran: Ran | None = None) -> None:
         super().__init__()
         self.ran = ran
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if RowGrad in types or any(kind.__name__ == "NestedTensor" for kind in types):
-            return NotImplemented  # the sliced gradient's rule runs next, and the rule's own ops come back here
         kwargs = kwargs or {}
+        makers = makers_of(args, kwargs) if RowGrad in types else frozenset[Any]()
+        if (RowGrad in types and not makers) or any(kind.__name__ == "NestedTensor" for kind in types):
+            return NotImplemented  # the sliced gradient's rule runs next, and the rule's own ops come back here
         packet = getattr(func, "_overloadpacket", func)
         # The formulas are of dense tensors: a sparse one costs its entries.
         dense = all(arg.layout == torch.strided for arg in args if isinstance(arg, Tensor))
         formula = formula_of(packet) if dense else None
-        if formula is None and _is_composite(func):
+        if formula is None and not makers and _is_composite(func):
             with self:  # under inference mode a composite op arrives in one piece
                 return func.decompose(*args, **kwargs)
-        out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass() if makers else nullcontext():  # pyright: ignore
+            out = self.run(func, args, kwargs, makers)
         counted = formula(*args, **kwargs, out_val=out) if formula is not None else 0 if is_light(func) else None
         name = str(packet).removeprefix("aten.")
-        self.ran(name, (counted,) if isinstance(counted, int) else counted, func, (args, kwargs), out)
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore
+            self.count(makers, name, (counted,) if isinstance(counted, int) else counted, func, (args, kwargs), out)
         return out
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any], makers: frozenset[Any]) -> Any:
+        """Run the op; ``makers`` made the rows of its gradients, where they are sliced to be measured."""
+        return func(*args, **kwargs)
+
+    def count(self, makers: frozenset[Any], *about: Any) -> None:
+        """Count the op, ``about`` as :data:`Ran`."""
+        if self.ran is not None:
+            self.ran(*about)
+
+
+def makers_of(args: Sequence[Any], kwargs: dict[str, Any]) -> frozenset[Any]:
+    """Who made the rows of an op's gradients; empty where anything else slices one of them."""
+    sliced = [v.sliced for v in leaves(args, kwargs) if type(v) is RowGrad and v.full is None]
+    rows = [s.rows for s in sliced if s is not None]
+    known = all(r.makers and r.hook is None for r in rows)
+    return frozenset[Any]().union(*(r.makers for r in rows)) if known else frozenset()
 
 
 @cache

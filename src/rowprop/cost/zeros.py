@@ -1,4 +1,4 @@
-"""find_zeros(): which gradients of a training are zero, and what skip_zeros() would save there."""
+"""find_zeros(): which gradients of a training are zero, and what skip_zeros() saves there, measured."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.backprop.backward import Backward, running
+from rowprop.backprop.backward import outer
+from rowprop.backprop.foreign import upstream
+from rowprop.backprop.hooks import ModuleHook, hook_gradient
+from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.zeros import MOST, live_entries
+from rowprop.backprop.sliced import RowSlice
+from rowprop.backprop.zeros import SKIPPED, Look, Skip, places_of
 from rowprop.batch import tensors
 from rowprop.checks import check_kind
-from rowprop.cost.flops import counting
-from rowprop.cost.where import Modules, current_node
+from rowprop.cost import flops
+from rowprop.cost.where import current_node
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,10 @@ class ZeroPlace:
 
     Attributes:
         module: Its path; the root goes by its class.
-        unit: What :func:`rowprop.skip_zeros` would leave out there: ``"token"`` where the output is ``(N, T, C)``.
-        zero_rows: The share of the rows whose gradient is zero.
-        zero_tokens: The share of the tokens; None where the unit is the row.
-        saves: The share of the backward's FLOPs that ``skip_zeros`` there would save.
+        unit: What :func:`rowprop.skip_zeros` skips there: ``"row"``, ``"token"``, ``"pixel"`` or ``"position"``.
+        zero_rows: The share of the rows whose gradient is zero, in all backwards.
+        zero_tokens: The share of the tokens, or pixels; None where the unit is the row.
+        saves: The share of the FLOPs of all backwards that ``skip_zeros`` there, alone, saved.
     """
 
     module: str
@@ -40,8 +44,9 @@ class ZeroPlace:
     saves: float
 
     def __repr__(self) -> str:
-        share, what = (self.zero_rows, "rows") if self.zero_tokens is None else (self.zero_tokens, "tokens")
-        return f"{share:.0%} of the {what} at {self.module} have no gradient; skip_zeros there saves {self.saves:.0%}"
+        share = self.zero_rows if self.zero_tokens is None else self.zero_tokens
+        zeros = f"{share:.0%} of the {self.unit}s at {self.module} have no gradient"
+        return f"{zeros}; skip_zeros there saves {self.saves:.0%}"
 
 
 @dataclass
@@ -49,44 +54,58 @@ class ZeroReport:
     """What :func:`find_zeros` found; filled when its block ends.
 
     Attributes:
-        places: The modules whose gradient has zeros that are worth skipping, the largest saving first; of modules below
-            one another the first that the backward comes to.
+        places: The modules where ``skip_zeros`` saved something, the largest saving first. Modules to which a gradient
+            comes that was skipped above are not measured, and are left out.
         backwards: How many backwards ran.
-        backward_flops: Their FLOPs, without those of :attr:`uncounted`.
+        backward_flops: Their FLOPs without ``skip_zeros``, without those of :attr:`uncounted`.
+        unwatched_flops: Those of them that ran before a gradient came to any module of the model: the loss, or a
+            network that ``named_modules()`` does not list. Nothing is known about zeros there.
         uncounted: Ops without a formula, with the number of calls.
     """
 
     places: list[ZeroPlace] = field(default_factory=list[ZeroPlace])
     backwards: int = 0
     backward_flops: int = 0
+    unwatched_flops: int = 0
     uncounted: dict[str, int] = field(default_factory=dict[str, int])
 
     def __repr__(self) -> str:
-        if not self.places:
-            return f"No zeros that are worth skipping in the gradients of {self.backwards} backwards."
-        return f"{self.places[0]} of the backward's FLOPs."
+        share = self.unwatched_flops / max(1, self.backward_flops)
+        unwatched = f"{share:.0%} of the backward's FLOPs ran in no module that find_zeros watched"
+        if self.places:
+            return f"{self.places[0]} of the backward's FLOPs." + (f" {unwatched}." if share >= LEAST else "")
+        if share >= LEAST:
+            return f"{unwatched}: call find_zeros with the module that ran them."
+        return f"No zeros that are worth skipping in the gradients of {self.backwards} backwards."
+
+
+LEAST = 0.05  # the share of unwatched FLOPs from which on the report tells it
 
 
 @contextmanager
 def find_zeros(model: nn.Module) -> Generator[ZeroReport]:
-    """Find which gradients are zero in the training steps of the block, and what :func:`rowprop.skip_zeros` would save.
+    """Find which gradients are zero in the training steps of the block, and what :func:`rowprop.skip_zeros` saves.
 
     Args:
-        model: The model that the steps train; the training itself stays as it is.
+        model: The model that the steps train.
 
     Yields:
-        A :class:`ZeroReport`, filled when the block ends. ``print(report)`` tells the place to skip zeros at.
+        A :class:`ZeroReport`, filled when the block ends. ``print(report)`` names the module at which ``skip_zeros``
+        saves most.
 
     Raises:
         InvalidInput: ``model`` is no module.
 
-    Saved are the FLOPs of products and convolutions below the place: at its live tokens where a module's own gradient
-    is live at no others, as before the first attention, else at all tokens of the rows that have a live one.
+    Every backward of the block runs with ``skip_zeros`` at the outputs of all modules. The gradients stay the same, up
+    to rounding. What each place saves is the difference between the FLOPs that ran and those of the same ops at full
+    size. Counters of FLOPs inside the block show the plain backward. Rows that :func:`rowprop.pick`, ``skip_zeros`` or
+    :func:`rowprop.thin` drop already count as dropped. A function declared by :func:`rowprop.rowwise` counts at the
+    rows that it ran on.
 
     Cost:
-        Reads each module's gradient, and Python runs at every op: on 2,048 tokens .02 to .04 of a step of a
-        GPT or Llama of width 768, .05 of one of width 256, and more of a shorter step. A compiled model runs
-        uncompiled in the block.
+        Reads each module's gradient until one is sliced, and Python runs at every op: on 2,048 tokens .02 to .04 of a
+        step of a GPT or Llama of width 768, .05 of one of width 256, and more of a shorter step. On an accelerator the
+        host waits once for each gradient that it reads. A compiled model runs uncompiled in the block.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
@@ -96,141 +115,161 @@ def find_zeros(model: nn.Module) -> Generator[ZeroReport]:
         70% of the rows at 1 have no gradient; skip_zeros there saves 70% of the backward's FLOPs.
     """
     check_kind("find_zeros", "model", model, nn.Module, "a torch.nn.Module was needed.")
-    seen, report = _Seen(model), ZeroReport()
+    named: dict[str, nn.Module] = {path or type(model).__name__: m for path, m in cast(Any, model).named_modules()}
+    paths = {module: [path] for path, module in named.items()}  # by module: whose skip_zeros() looks at its outputs
+    for path, module in named.items():
+        for inner in places_of(module).values():
+            paths[inner] += [path] * (inner is not module)
+    measure = _Measure()
     with ExitStack() as stack:
-        for path, module in cast(Any, model).named_modules():
-            hook = partial(seen.left, path or type(model).__name__)
+        for module, places in paths.items():
+            hook = ModuleHook(partial(measure.left, Skip().at(module), places))
             stack.callback(module.register_forward_hook(hook).remove)
-        stack.enter_context(seen.modules.tracked())
-        stack.enter_context(counting(seen.ran))
-        yield report
-    seen.fill(report)
-
-
-_Call = tuple[str, int]  # a module's path, and which of its calls it was, from 0
+        stack.enter_context(flops.counting(measure))
+        yield measure.report
+    measure.fill()
 
 
 @dataclass(eq=False)
-class _Pass:
-    """One backward: the live entries of the gradients of calls' outputs, as they came, and the FLOPs of each node."""
+class _Line:
+    """An output of a module, whose gradient is looked at as by ``skip_zeros``."""
 
-    live: list[tuple[list[_Call], Tensor]] = field(default_factory=list[tuple[list[_Call], Tensor]])
-    flops: dict[int, int] = field(default_factory=dict[int, int])
-
-    def saved(self, by_call: dict[_Call, int]) -> dict[str, tuple[list[Tensor], float]]:
-        """For each module that skipping would save at: its live entries, and the FLOPs that it would save.
-
-        Of modules below one another it is the first: at the others, what goes past them would still be whole.
-        """
-        own = [sum(by_call.get(call, 0) for call in calls) for calls, _ in self.live]
-        met: list[tuple[str, Tensor]] = []
-        found: dict[str, tuple[list[Tensor], dict[int, float]]] = {}
-        for order, (calls, live) in enumerate(self.live):
-            path = calls[0][0]
-            if live.float().mean() > MOST or any(above != path and _cost(live, kept) < 1 for above, kept in met):
-                continue
-            met.append((path, live))
-            entries, shares = found.setdefault(path, ([], {}))
-            entries.append(live)
-            for later in range(order, len(self.live)):
-                if own[later]:
-                    shares[later] = 1 - _cost(self.live[later][1], live)  # of several calls above, the last counts
-        return {
-            path: (entries, sum(own[at] * share for at, share in shares.items()))
-            for path, (entries, shares) in found.items()
-        }
+    skip: Skip
+    output: int  # its place among the outputs of its node
+    paths: list[str] = field(default_factory=list[str])  # the modules whose output it is, innermost first
+    looks: list[Look] = field(default_factory=list[Look])  # at gradients that were not sliced
+    above: set[_Line] = field(default_factory=set["_Line"])  # which sliced what came here
+    below: set[_Line] = field(default_factory=set["_Line"])  # which sliced further what this one had sliced
 
 
-class _Seen:
-    """Looks at the gradients of modules' outputs, and counts the FLOPs of their backwards."""
+class _Measure(flops.Counter):
+    """Skips zeros at each module, and counts what was saved by which of them.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = Modules(model)
-        self.passes: list[_Pass] = []
-        self.uncounted: dict[str, int] = {}
-        self._hooked: dict[tuple[Any, int], list[_Call]] = {}  # by what made an output: its calls, innermost first
-        self._calls = Counter[str]()
+    A gradient is sliced by the first place that it comes to. Its rows carry the places that made them, so each op's
+    FLOPs are known at full size, as they would run without a place, and as they ran.
+    """
 
-    def left(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.report = ZeroReport()
+        self._places: dict[str, list[_Line]] = {}
+        self._open: dict[tuple[Any, int], _Line] = {}  # until the backward ends, by what made the output
+        self._saved = Counter[frozenset[_Line]]()
+        self._inside = frozenset[Any]()  # who made the rows of the op that runs
+
+    def left(self, skip: Skip, paths: list[str], _: nn.Module, __: Any, output: Any) -> None:
         """A module's forward is over: look at the gradient of its output when it comes."""
-        if torch.compiler.is_compiling():
-            return
-        call = path, self._calls[path]
-        self._calls[path] += 1
         for tensor in tensors(output):
             node: Any = tensor.grad_fn
-            if node is None or tensor.is_nested or tensor.layout is not torch.strided or not tensor.ndim:
-                continue  # without a gradient, or of no rows
-            calls = self._hooked.setdefault((node, tensor.output_nr), [])
-            if not calls:  # a hook of the node comes after the tensor's own, which may skip zeros already
-                node.register_prehook(partial(self._arrived, calls, tensor.output_nr))
-            calls.append(call)
+            if node is None or not tensor.ndim or tensor.layout is not torch.strided:
+                continue
+            key, layout = (node, tensor.output_nr), skip.layout(tensor)
+            if key not in self._open:
+                self._open[key] = line = _Line(skip, tensor.output_nr)
+                if layout is None:  # it has one row
+                    cast(Any, tensor).register_hook(self._watch)
+                else:
+                    hook_gradient(tensor, layout, partial(self._arrived, line, skip.dims(tensor)))
+            line = self._open[key]
+            line.paths += paths
+            for path in paths:
+                self._places.setdefault(path, []).append(line)
 
-    def _arrived(self, calls: list[_Call], output: int, grads: tuple[Tensor | None, ...]) -> None:
-        grad = grads[output]
-        if grad is None or type(grad) is RowGrad or grad.layout is not torch.strided:
-            return
-        self._pass().live.append((calls, live_entries(grad, range(2 if grad.ndim == 3 else 1))))
+    def _watch(self, *_: Any) -> None:
+        upstream(current_node(), self._known())
 
-    def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        """Note an op's FLOPs for the node of the backward that runs it."""
-        node = current_node()
-        if node is not None and flops is None:
-            self.uncounted[name] = self.uncounted.get(name, 0) + 1
-        elif node is not None and flops is not None and any(flops):
-            number = node._sequence_nr()
-            by_node = self._pass().flops
-            by_node[number] = by_node.get(number, 0) + sum(flops)
+    def _known(self) -> set[Any]:
+        """The nodes of the running backward that come after a module's output."""
+        backward = outer()
 
-    def _pass(self) -> _Pass:
-        def begin() -> _Pass:
-            self.passes.append(_Pass())
-            backward.ends.append(self._hooked.clear)
-            return self.passes[-1]
+        def begin() -> set[Any]:
+            self.report.backwards += 1
+            backward.ends.append(self._open.clear)
+            return {None}
 
-        backward: Backward = running()
         return backward.of(self, begin)
 
-    def fill(self, report: ZeroReport) -> None:
-        """Work out what each place would have saved."""
-        found: dict[str, tuple[list[Tensor], float]] = {}
-        for one in self.passes:
-            by_call = Counter[_Call]()
-            for number, flops in one.flops.items():
-                by_call[self.modules.call_of(number)] += flops
-            report.backward_flops += sum(one.flops.values())
-            for path, (entries, saves) in one.saved(by_call).items():
-                before = found.get(path, ([], 0.0))
-                found[path] = before[0] + entries, before[1] + saves
-        report.backwards = len(self.passes)
-        report.uncounted = self.uncounted
-        for path, (entries, flops) in found.items():
-            if flops > 0:
-                rows = _share(list(map(_rows, entries)))
-                tokens = _share(entries) if entries[0].ndim > 1 else None
-                saves = flops / report.backward_flops
-                report.places.append(ZeroPlace(path, "row" if tokens is None else "token", rows, tokens, saves))
+    def _arrived(self, line: _Line, dims: tuple[int, ...], grad: Tensor, layout: Layout) -> RowSlice | None:
+        self._watch()
+        if line.output in current_node().metadata.get(SKIPPED, ()):
+            return None  # the user's own skip_zeros looks at it next
+        if type(grad) is RowGrad and grad.full is None:
+            return self._arrived_sliced(line, dims, grad, layout)
+        look = line.skip.look(grad, layout, dims)
+        line.looks.append(look)
+        return _made_by(line, look)
+
+    def _arrived_sliced(self, line: _Line, dims: tuple[int, ...], grad: RowGrad, layout: Layout) -> RowSlice | None:
+        """A sliced gradient came: single tokens may be skipped of whole rows, else the place is not measured."""
+        above = flops.makers_of((grad,), {})
+        whole = isinstance(grad.sliced, RowSlice) and grad.sliced.layout == Layout(layout.dim, layout.parts[0].size)
+        if above and layout.minor and whole:
+            look = line.skip.look(grad, layout, dims)
+            if look.found is not None:
+                line.looks.append(look)
+                for each in above:
+                    each.below.add(line)
+                return _made_by(line, look)
+        line.above |= above
+        return None
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any], makers: frozenset[Any]) -> Any:
+        """Have the ops of a sliced gradient's rule come back here."""
+        if not makers:
+            return func(*args, **kwargs)
+        before, self._inside = self._inside, makers
+        try:
+            with self:
+                return RowGrad.__torch_dispatch__(func, (RowGrad,), args, kwargs)
+        finally:
+            self._inside = before
+
+    def count(self, makers: frozenset[Any], *about: Any) -> None:
+        """Count an op of a backward: for ``makers`` what it costs at full size, else what ran."""
+        name, counted, *_ = about
+        node, report = current_node(), self.report
+        if node is None or (counted is None and makers):
+            return
+        if counted is None:
+            report.uncounted[name] = report.uncounted.get(name, 0) + 1
+        elif makers:
+            self._saved[makers] += sum(counted)
+            report.backward_flops += sum(counted)
+        elif self._inside:
+            self._saved[self._inside] -= sum(counted)
+        elif any(counted):
+            report.backward_flops += sum(counted)
+            report.unwatched_flops += 0 if node in self._known() else sum(counted)
+
+    def fill(self) -> None:
+        """Work out what each place saved."""
+        report, found = self.report, set[frozenset[_Line]]()
+        for path, lines in self._places.items():
+            own, looks = set(lines), [look for line in set(lines) for look in line.looks]
+            saved = {makers: flops for makers, flops in self._saved.items() if makers <= own and flops}
+            others = set[_Line]().union(*(line.above | line.below for line in own)) - own
+            acting, flops = frozenset[_Line]().union(*saved), sum(saved.values())
+            if flops > 0 and not others and acting not in found:
+                found.add(acting)
+                report.places.append(_place(path, looks, flops / report.backward_flops))
         report.places.sort(key=lambda place: -place.saves)
 
 
-def _rows(live: Tensor) -> Tensor:
-    """Whether a row has a live entry, (N,)."""
-    return live.any(1) if live.ndim > 1 else live
+def _made_by(line: _Line, look: Look) -> RowSlice | None:
+    if look.found is not None:
+        look.found.rows.makers = frozenset({line})
+    return look.found
+
+
+def _place(path: str, looks: list[Look], saves: float) -> ZeroPlace:
+    """The shares of all gradients that came to a place; the unit is the finest."""
+    unit = next(
+        (name for name in ("pixel", "position", "token") if any(look.record.unit == name for look in looks)), "row"
+    )
+    rows = _share([look.live.flatten(1).any(1) if look.live.ndim > 1 else look.live for look in looks])
+    return ZeroPlace(path, unit, rows, None if unit == "row" else _share([look.live for look in looks]), saves)
 
 
 def _share(live: list[Tensor]) -> float:
-    """The share of entries that are not live, of several backwards."""
+    """The share of entries that are zero, of several gradients."""
     return 1 - sum(float(each.sum()) for each in live) / sum(each.numel() for each in live)
-
-
-def _cost(own: Tensor, kept: Tensor) -> float:
-    """The share of a module's backward that is left, by the live entries of its own gradient, if these are kept above.
-
-    Entries are rows (N,) or tokens (N, T); rows of a module may be the tokens of another.
-    """
-    rows, mine = _rows(kept), _rows(own)
-    spread = rows.unsqueeze(1).expand_as(kept) if kept.ndim > 1 else rows
-    for entries, above in ((own, kept), (mine, rows), (own, spread)):
-        if entries.numel() == above.numel() and not (entries.flatten() & ~above.flatten()).any():
-            return max(1, int(above.sum())) / above.numel()  # one goes on where none is live
-    return 1.0

@@ -135,6 +135,8 @@ def _with_traits(union: RowSet, places: dict[RowSet, Tensor]) -> _Union:
     union.batchnorm, union.attention = mildest(places)
     hook = next((s.hook for s in places if s.hook is not None), None)
     union.hook = None if hook is None else hook.united(union, places)
+    makers = [s.makers for s in places]
+    union.makers = frozenset[Any]().union(*makers) if all(makers) else frozenset()
     return union, places
 
 
