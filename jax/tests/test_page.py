@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from checks import error
 
@@ -24,3 +26,13 @@ def test_the_page_runs():
     _, grads = held["step"](held["params"], held["batch"])
     assert error(grads, indexed) < 1e-5
     assert error(held["two_forwards"](held["params"], held["batch"]), indexed) < 1e-5
+
+
+def test_the_zeros_of_losses_are_those_of_the_page():
+    # The column of JAX. Red with another version whose zeros are others, as is the page then.
+    corners = [
+        (lambda x: jnp.maximum(x, 0), 0.0, 0.5), (lambda x: jnp.clip(x, 0, 1), 0.0, 0.5),
+        (lambda x: jnp.clip(x, 0, 1), 1.0, 0.5), (jnp.abs, 0.0, 1), (jax.nn.relu, 0.0, 0),
+        (lambda x: optax.hinge_loss(x, jnp.array(1)), 1.0, -0.5), (lambda x: x * 1e-40, 1.0, 0),
+    ]  # fmt: skip
+    assert [float(jax.grad(loss)(at)) for loss, at, _ in corners] == [gradient for *_, gradient in corners]

@@ -60,6 +60,58 @@ def test_other_rows_compile_nothing_anew():
     assert traced == [(3,)]
 
 
+OUTSIDE = {
+    "as jnp.nonzero fills up": [3, 9, 16, 16],
+    "below -N": [-17, -16, 5, -1],
+    "one": [-32],
+    "all": [16, 99, -17],
+    "as many as the batch has": [*range(-18, 0)],
+}
+SQUARES = jax.random.normal(jax.random.key(1), (256, 3))
+
+
+def squares_fn(params, batch):
+    return jnp.square(jnp.tanh(batch @ params))
+
+
+@pytest.mark.parametrize("rows", OUTSIDE.values(), ids=OUTSIDE)
+def test_rows_outside_of_the_batch_add_nothing(rows):
+    # As in `jax.grad` of plain indexing. Red without `inside` in the weights, which trains the last or the first row,
+    # and where row -N - 1 is wrapped twice.
+    case = squares_fn, jnp.ones(3), SQUARES[:16], jnp.array(rows)
+    wanted = plain(*case)
+    assert wanted.any() == any(-16 <= row < 16 for row in rows)
+    np.testing.assert_allclose(jax.jit(sliced, static_argnums=0)(*case), wanted, rtol=1e-5)
+    assert verify(*case).agrees
+
+
+@pytest.mark.parametrize(("rows", "padding"), [([3, 16], 15), ([-17, 9], 0)])
+def test_a_row_outside_reads_no_row_that_is_not_kept(rows, padding):
+    # Red where it stands for the last or the first row: that of a padded batch may be NaN, and so is zero times NaN.
+    def outputs_fn(params, batch):
+        return jnp.tanh(batch[:, :, None] * params)
+
+    padded = SQUARES[:16].at[padding].set(jnp.nan)
+    found = vjp(outputs_fn, jnp.ones(2), padded)[1](jnp.array(rows), jnp.ones((2, 3, 2)))
+    kept = jnp.array([row for row in rows if 0 <= row < 16])
+    assert error(found, jax.grad(lambda params: outputs_fn(params, SQUARES[:16])[kept].sum())(jnp.ones(2))) < 1e-5
+
+
+def test_a_selection_of_fewer_rows_than_it_has_room_for():
+    # The idiom where only the device knows how many. Then rows of int8, to which 256 cannot be added.
+    marked = jnp.arange(256) % 100 == 7
+
+    def select(losses, key, num_kept):
+        rows = jnp.nonzero(marked, size=num_kept, fill_value=len(losses))[0]
+        return rows, jnp.where(marked[rows], 1 / 3, 7.0)
+
+    record, grads = jax.jit(value_and_grad(squares_fn, select, keep=0.02))(jnp.ones(3), SQUARES)
+    assert record.rows.tolist() == [7, 107, 207, 256, 256, 256]
+    assert error(grads, jax.grad(lambda params: squares_fn(params, SQUARES)[marked].mean())(jnp.ones(3))) < 1e-5
+    _, pullback = vjp(squares_fn, jnp.ones(3), SQUARES)
+    assert error(pullback(jnp.array([7, 107, -49], "int8"), jnp.full(3, 1 / 3)), grads) < 1e-5
+
+
 def test_aux_is_that_of_all_rows_and_further_arguments_pass_through():
     step = value_and_grad(lambda p, b, scale: (LOSSES_FN(p, b) * scale, b[0].sum()), top_k, keep=0.25, has_aux=True)
     record, grads = jax.jit(step)(PARAMS, BATCH, 3.0)

@@ -32,10 +32,10 @@ def vjp(losses_fn: Callable[..., Any], params: Tree, batch: Tree, *args: Any, ha
     ``losses_fn(params, batch, *args)`` returns losses ``(N,)`` or outputs ``(N, ...)``, in a pair with aux if
     ``has_aux``. ``params`` is differentiated, ``batch`` a pytree of arrays ``(N, ...)``, and ``args`` has no rows.
 
-    ``pullback(rows, weights)`` takes integers ``(K,)`` in [-N, N) and weights ``(K,)``, or cotangents ``(K, ...)``. It
-    returns the gradient of ``sum(weights * losses[rows])`` at the cost of the backward of K rows (of 2 where K is 1),
-    and raises UnsupportedOperation where rows mix in the backward and K < N. Rows may repeat, but not where the
-    backward of a ``jax.custom_vjp`` is no linear function of its cotangent.
+    ``pullback(rows, weights)`` takes integers ``(K,)`` and weights ``(K,)``, or cotangents ``(K, ...)``. It returns the
+    gradient of ``sum(weights * losses[rows])`` at the cost of the backward of K rows (of 2 where K is 1), and raises
+    UnsupportedOperation where rows mix in the backward and K < N. Rows outside [-N, N) add nothing, as in ``jax.grad``.
+    Rows may repeat, but not where the backward of a ``jax.custom_vjp`` is no linear function of its cotangent.
 
     Call both inside :func:`jax.jit`: tracing is done once per K, and other rows compile nothing anew.
 
@@ -68,9 +68,12 @@ def vjp(losses_fn: Callable[..., Any], params: Tree, batch: Tree, *args: Any, ha
         if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer) or weights.shape != wanted:
             said = f"rows {rows.dtype}{list(rows.shape)} and weights {list(weights.shape)} but integers (K,)"
             raise InvalidInput(f"pullback got {said} and weights of the shape {wanted} were needed.")
-        rows = jnp.where(rows < 0, rows + num_rows, rows)
+        rows = jnp.where(rows < 0, rows.astype(int) + num_rows, rows)  # int8 could not hold the sum
+        inside = (rows >= 0) & (rows < num_rows)
+        weights = jnp.where(jnp.expand_dims(inside, tuple(range(1, weights.ndim))), weights, 0)
         if len(rows) == 0 or max(len(rows), 2) >= num_rows:
             return residuals(jnp.zeros_like(losses).at[rows].add(weights))[0]
+        rows = jnp.where(inside, rows, rows[inside.argmax()])  # a row that is kept: 0 * NaN of another one is NaN
         if len(rows) == 1:  # JAX writes other programs for axes of size 1
             rows, weights = jnp.repeat(rows, 2), jnp.concatenate([weights, jnp.zeros_like(weights)])
         twin, facts = forward.prove(len(rows))
