@@ -333,8 +333,8 @@ class Skip:
         else:
             values = grad.plain() if type(grad) is RowGrad else grad
             live = live_entries(values, [part.dim for part in layout.parts])
-            if self.unit is None and values.ndim > 3:
-                live, layout = _pixels(live, layout) if layout.minor and layout.dim == 0 else (live, layout)
+            if self.unit is None and values.ndim > 3 and layout.dim == 0:
+                live, layout = _pixels(live, layout) if layout.minor else (live, layout)
                 dims = tuple(part.dim for part in layout.parts)
             within = layout
         places, count, reason = self._places(live.flatten())
