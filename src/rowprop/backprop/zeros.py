@@ -1,4 +1,4 @@
-"""skip_zeros(): rows and tokens whose gradient is exactly zero leave the backward, wherever the zeros come from."""
+"""skip_zeros(): drops rows and tokens whose gradient is exactly zero from the backward, whatever made the zeros."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rowprop.checks import check_choice, check_tensor, check_within, wrong
 from rowprop.errors import InvalidInput
 from rowprop.host import mark, reach, readable, waits
 
-MOST = 0.8  # the share of live rows up to which the backward is sliced: above, gathers cost most of what they save
+MOST = 0.8  # largest share of nonzero rows that is sliced: with more, gathering costs most of what it saves
 
 
 @overload
@@ -57,11 +57,11 @@ def skip_zeros(
     attention: Attention = "exact",
     capacity: float | None = None,
 ) -> Tensor | SkippingZeros:
-    """Have the rows, or tokens, whose gradient is zero leave the backward: exact, with nothing to choose.
+    """Drop the rows, or tokens, whose gradient is zero from the backward: exact, with nothing to choose.
 
-    It is the identity. In the backward it looks at the gradient that arrives, whatever made the zeros: labels of -100,
-    masks, ``losses[rows]``, satisfied hinges, answers without advantage. What is not zero goes on as after
-    :func:`rowprop.pick`; :func:`rowprop.watch` names the ops that need all rows.
+    It does not change the forward. In the backward it looks at the gradient that arrives, whatever made the zeros:
+    labels of -100, masks, ``losses[rows]``, satisfied hinges, answers without advantage. It passes on the nonzero rows,
+    as :func:`rowprop.pick` does; :func:`rowprop.watch` names the ops that need all rows.
 
     Args:
         x: A tensor, anywhere in a graph; or a module, whose outputs then have this in each forward in grad mode. Of a
@@ -72,10 +72,9 @@ def skip_zeros(
             transformers returns; of ``(N, C, H, W)`` pixels, or images where no pixels of the others are zero; pixels
             of the losses ``(N, H, W)`` of ``cross_entropy``; else rows.
         attention: As in :func:`rowprop.pick`. ``"cut"`` is an approximation.
-        capacity: The largest share of live rows that may come, in (0, 1]. That many go on, so that nobody waits for
-            the device to count them. Where more come, the gradient goes on whole on the CPU; on an accelerator, where
-            nobody knows in time, the backward raises when it ends: leave that step out. Default None: as many as are
-            live.
+        capacity: The largest share of nonzero rows that may come, in (0, 1]. That many stay in the backward, so the
+            host does not wait for the device to count them, and images are rows. If more come, nothing is skipped on
+            the CPU; on an accelerator the backward raises when it ends: leave that step out. Default None: any share.
 
     Returns:
         For a tensor the tensor itself. For a module a handle with ``record``, ``paused()`` and ``remove()``.
@@ -83,13 +82,19 @@ def skip_zeros(
     Raises:
         InvalidInput: ``x`` is neither, a value is out of its range, or, at the backward, more came than ``capacity``.
 
-    Exact: the gradient is the plain one, but for plain training's NaN where a zero meets an infinite activation. NaN
-    and infinite gradients are live. If nothing is live, the backward of one row runs, and every parameter gets its
-    zeros. BatchNorm in training gets all rows. The gradient goes on whole where more than 80 % of it is live, under
-    ``create_graph=True``, under ``torch.func`` transforms and inside a compiled region.
+    Warns:
+        UserWarning: Two backwards trained the module's parameters and no gradient came to its outputs: the training
+            calls another method, or uses an output without rows. It names the module to use.
+
+    Exact: the gradient is the plain one, except where plain training multiplies a zero by an infinite activation and
+    gets NaN. NaN and infinite gradients count as nonzero. If all rows are zero, the backward of one row runs, and every
+    parameter gets its zeros. BatchNorm in training gets all rows. Nothing is skipped where more than 80 % of the rows
+    are nonzero, under ``create_graph=True``, under ``torch.func`` transforms and inside a compiled region. Compile a
+    model before you skip its zeros, with ``backend="rowprop"``.
 
     Cost:
-        Reads the gradient and copies its live rows. Without ``capacity=`` the host waits once for the device.
+        Reads the gradient and copies its nonzero rows. Without ``capacity=`` the host waits once for the device, and
+        twice for the gradient of a tensor with more than three dimensions.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
