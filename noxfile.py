@@ -27,7 +27,7 @@ ON_A_DEVICE = """accelerator batch cuda_rules custom_code engines history laws l
 programs pruning recurrent repeats rules scores selectors step step_parts streams thinning thinning_tokens tokens verify
 zeros zoo"""
 """The tests whose outcome a device can change."""
-FAMILIES = """torchvision==0.28.0 timm==1.0.31 transformers==5.23.0 liger-kernel==0.8.5 triton==3.7.1 torchao==0.18.0
+FAMILIES = """torchvision==0.28.0 timm==1.0.31 transformers==5.24.0 liger-kernel==0.8.5 triton==3.7.1 torchao==0.18.0
 bitsandbytes==0.50.2 pytest""".split()
 FASTAI = """torchvision==0.28.0 fastai==2.8.12 tsai==1.0.1 pytest coolname==2.2.0 tabulate py-cpuinfo importlib-metadata
 torchmetrics==1.9.0 argcomplete arrow backoff gql[websockets]<4 prompt_toolkit protobuf questionary<2.1 ruamel.yaml

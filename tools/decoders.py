@@ -215,7 +215,6 @@ def detached(decoder: Decoder, dtype: torch.dtype, kept: Tensor) -> Backward:
 def _detaching(kept: Tensor) -> Iterator[None]:
     """Keys and values of tokens that are not kept take no gradient, in every attention that transformers calls."""
     from transformers.modeling_utils import AttentionInterface
-    from transformers.models.gptj.modeling_gptj import GPTJAttention
 
     here = F.pad(kept, (0, 1))[:, None, :, None]
 
@@ -232,7 +231,6 @@ def _detaching(kept: Tensor) -> Iterator[None]:
     with (
         mock.patch.object(F, "scaled_dot_product_attention", around(F.scaled_dot_product_attention)),
         mock.patch.object(AttentionInterface, "get_interface", lambda *args: around(interface(*args))),
-        mock.patch.object(GPTJAttention, "_attn", around(GPTJAttention._attn)),
     ):
         yield
 

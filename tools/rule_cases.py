@@ -489,6 +489,19 @@ def mixture(x: Tensor) -> Tensor:
     return x + out.view_as(x)
 
 
+w_many = param(4, 40)
+
+
+def weights_of_experts(x: Tensor) -> Tensor:
+    """Each token's weights of 2 of 40 experts, sorted by expert and back."""
+    weights, numbers = (x.reshape(-1, 4) @ w_many).softmax(-1).topk(2, -1)
+    order = numbers.reshape(-1).argsort(stable=True)
+    return weights.reshape(-1)[order].exp()[order.argsort()].view(N, -1)
+
+
+# Red when: weights that lie one by one among the experts of each token are not spread to all of these; they become
+# whole experts, not tokens, as fewer experts than tokens are met.
+case("weights_of_experts", (N, 3, 4), weights_of_experts, (w_many,))
 case("experts", (N, 3, 4), lambda x: mixture(mixture(x)), (w43,))
 case("experts_time_first", (N, 3, 4), lambda x: turned(lambda x: mixture(mixture(x)), x), (w43,))
 some = torch.tensor([0, 2, 5])
@@ -539,7 +552,18 @@ def time_first(x: Tensor) -> Tensor:
     return base.transpose(0, 1)
 
 
+def by_chunks(x: Tensor) -> Tensor:
+    """As a scan over chunks of time: the results of a solver, whose last two dimensions are swapped in memory."""
+    out = torch.zeros_like(x.mT.contiguous().mT)
+    for step in range(2):
+        out[:, step] = x[:, step].exp() + out[:, step - 1]
+    return out
+
+
 case("in_place_of_time_first", (N, 3, 4), time_first)
+# Red when: strides count from a gradient in its own order, not in that of the tensor that was written to.
+case("in_place_of_swapped", (N, 3, 4), by_chunks)
+case("in_place_of_swapped_4d", (N, 2, 3, 4), by_chunks)
 case("setitem", (N, 3), with_a_column_set)
 
 

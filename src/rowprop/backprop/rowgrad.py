@@ -290,8 +290,17 @@ def _become_whole(base: RowGrad) -> bool:
     if type(base.sliced) is Zeros:
         base.sliced.written[:] = [whole]
     else:
-        base.sliced = whole
+        _replace(base, whole)
     return True
+
+
+def _replace(target: RowGrad, content: Any) -> None:
+    """Make this the content of a gradient, whose strides stay."""
+    held = target.sliced
+    if type(held) is RowSlice and held.order is not None:
+        content = held.like(torch.zeros_like(held.values)) if type(content) is Zeros else content.like(content.values)
+        content.order = held.order
+    target.sliced = content
 
 
 def _is_dense_part(outcome: Any, viewed: Tensor) -> bool:
@@ -316,7 +325,7 @@ def _write(name: str, target: Any, outcome: Any) -> None:
         if type(outcome) is not Zeros:
             held.written[:] = [outcome]
     elif target.viewed is None and type(outcome) in (RowSlice, Zeros):
-        target.sliced = outcome
+        _replace(target, outcome)
     elif target.viewed is None:
         target.full, target.sliced = outcome, None
     elif (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -279,18 +279,20 @@ def bring(rows: RowSet, content: RowSlice | Zeros | Tensor, last: Any) -> Any:
     return now
 
 
-def whole_rows(value: Any, dim: int | None = None) -> Any:
+def whole_rows(value: Any, dim: int | None = None, mixed: Collection[int] = ()) -> Any:
     """A gradient of positions, as a gradient of the rows that these positions lie in, for an op that mixes them.
 
-    ``dim`` is the only dimension in which the op takes rows; by default the one with the smallest share of rows.
+    ``dim`` is the only dimension in which the op takes rows; by default the one with the smallest share of rows that is
+    not among ``mixed``.
     """
     if type(value) is not RowSlice or not value.layout.minor:
         return value
     parts, origin = value.layout.parts, value.rows.origin
-    if value.rows.lies_in_whole(value.layout):
+    apart = [place for place, part in enumerate(parts) if part.dim not in mixed]
+    if value.rows.lies_in_whole(value.layout) and 0 in apart:
         return value.coarsened(0)
-    known = [place for place, p in enumerate(parts) if origin is not None and p.size % origin.num_rows == 0]
-    places = [place for place in known or range(len(parts)) if dim is None or parts[place].dim == dim]
+    known = [place for place in apart if origin is not None and parts[place].size % origin.num_rows == 0]
+    places = [place for place in known or apart if dim is None or parts[place].dim == dim]
     coarse = [value.coarsened(place) for place in places]
     rows = min(coarse, key=lambda c: c.rows.kept / c.rows.num_rows, default=None)
     if rows is None or rows.rows.kept >= rows.rows.num_rows:

@@ -47,7 +47,7 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     if len(out.shape) != src.ndim:
         return Densify("a number is read at every row")
     dim %= src.ndim
-    if src.layout.holds(dim) and op.__name__.startswith("scatter_add") and index.shape == src.shape:
+    if src.layout.holds(dim) and index.shape == src.shape:
         whole = _varying(index, [part.dim for part in src.layout.parts], dim, out.shape)
         each = None if whole is None else src.take(whole).reshape(-1)  # the row that each kept row goes to
         if each is not None and not src.layout.minor:

@@ -138,6 +138,13 @@ def _eight_bits_rounded(node: Any, backward: Any, g: RowSlice) -> Any:
     return _over_last(node, g, grad_shape=g.kept_shape(node.grad_shape))
 
 
+@function_rule("transformers.models.phimoe.modeling_phimoe.PhimoeMultiplier")
+@function_rule("transformers.models.recurrent_gemma.modeling_recurrent_gemma.SqrtBoundDerivative")
+def _of_each_entry(node: Any, backward: Any, g: RowSlice) -> Any:
+    """The weight of each token's expert; a square root whose derivative is bounded."""
+    return on_kept_rows(node, [g], saved=0, grads=(0, ...))
+
+
 _MULTIPLE = 16  # the products of float8 kernels need as many rows, or a multiple
 
 

@@ -236,7 +236,9 @@ def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
         return Densify("operands hold their rows in different dimensions")
     if g.values.dtype != cast(Any, out.values if type(out) is RowSlice else out).dtype:
         return Densify("dtypes differ")
-    return g.like(g.values.clone(memory_format=torch.contiguous_format))  # views of it may be written to
+    if type(out) is RowSlice:  # views of it may be written to: its order in memory stays
+        return g.like(torch.empty_like(out.values).copy_(g.values))
+    return g.like(g.values.clone(memory_format=torch.contiguous_format))
 
 
 @rule("zero", "zeros_like", "new_zeros", fills_zeros=True, positions=True)
@@ -253,9 +255,14 @@ def new_empty_strided(op: Any, g: RowSlice, size: Sequence[int], stride: Sequenc
     """Plain for a leaf's ``.grad``; zeros to copy a gradient into while an in-place op on a view is undone."""
     if not g.rows.copying:
         return fresh(op, g, size, stride, **kwargs)
-    if not is_contiguous(size, stride):
-        return Densify("an in-place op on a view of a tensor that is not contiguous; write out of place")
-    return zeros(op, g, size, **kwargs)
+    if is_contiguous(size, stride):
+        return zeros(op, g, size, **kwargs)
+    order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
+    if tuple(size) != g.shape or not is_contiguous([size[d] for d in order], [stride[d] for d in order]):
+        return Densify("an in-place op on a view of a tensor with gaps in memory; write out of place")
+    out = g.like(g.zeros(g.kept_shape(g.shape), order))
+    out.order = order
+    return out
 
 
 def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:

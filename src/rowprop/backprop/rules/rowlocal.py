@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 from torch import Tensor
@@ -96,9 +96,11 @@ def rowlocal(
                     return Densify(_OTHER)
             if type(g) is not RowSlice:
                 return Densify(_OTHER)
-            for dim in mixed(Call(op, args, kwargs), g.ndim):
-                if g.layout.holds(dim % g.ndim):
-                    return run(op, *map(whole_rows, args), **kwargs) if g.layout.minor else Densify(why)
+            dims = {dim % g.ndim for dim in mixed(Call(op, args, kwargs), g.ndim)}
+            if any(map(g.layout.holds, dims)):
+                return (
+                    run(op, *map(partial(whole_rows, mixed=dims), args), **kwargs) if g.layout.minor else Densify(why)
+                )
             kept = list(args)
             for place in others:
                 if type(args[place]) is RowSlice:

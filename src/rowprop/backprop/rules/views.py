@@ -101,7 +101,7 @@ def complex_view(op: Any, g: RowSlice) -> Any:
 def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """A view given by strides: a reshape, or the same part of each row, as in a view that is written to in place."""
     if type(g) is RowSlice and g.order is not None:
-        return Densify("the strides are those of a channels-last gradient")
+        g = permute(op, g, g.order)  # as it lies in memory
     if not offset and prod(size) == prod(g.shape) and is_contiguous(size, stride):
         return g.view(size) if type(g) is Zeros else view(op, g, size)
     part = _part(g, size, stride, offset or 0)
