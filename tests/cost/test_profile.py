@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from profile_cases import HEALTHY, PLANTED, example
 from rowprop.app.cli import app
 from rowprop.app.model import default_losses
 from rowprop.cost.findings import Calls, Finding, Node, Observed, Op, diagnose
+from rowprop.cost.measure import Timing
 from rowprop.cost.profile import ENGINE, MARK, MODULE, Trace, profile
 from rowprop.cost.where import Modules
 from rowprop.errors import InvalidInput
@@ -202,6 +204,29 @@ def test_the_ratio_is_held_against_the_counted_one(times: float, counted: float,
     if found:
         told = f"{times:.1f} times the forward ({slow * 1000:.3g} ms against 10 ms) for {counted:.1f} times its FLOPs"
         assert told in findings[0].evidence
+
+
+# Seconds of the forward and of the backward of each step, and the ratio; for 2 times the FLOPs.
+ROUNDS = {
+    "a quiet moment in one forward": ([(0.010, 0.014)] * 4 + [(0.0015, 0.013)], 1.4),
+    "a disturbed backward in a few steps": ([(0.010, 0.014)] * 3 + [(0.010, 0.090)] * 2, 1.4),
+    "a slow backward in a busy machine": ([(0.010, 0.060), (0.030, 0.180), (0.090, 0.100)], 6.0),
+    "of two steps the healthy one": ([(0.010, 0.090), (0.010, 0.014)], 1.4),
+}
+
+
+@pytest.mark.parametrize(("rounds", "ratio"), ROUNDS.values(), ids=ROUNDS)
+def test_the_finding_on_the_ratio_has_the_median_ratio_of_the_steps(rounds, ratio: float, monkeypatch):
+    # Red with the least of the forwards and of the backwards: "8.7 times the forward" beside a ratio of 1.40.
+    timing = Timing(tuple({"forward": forward_s, "backward": backward_s} for forward_s, backward_s in rounds), 0)
+    seen: list[Observed] = []
+    monkeypatch.setattr("rowprop.cost.profile.measure_step", lambda *_, **__: defaultdict(lambda: timing))
+    monkeypatch.setattr("rowprop.cost.profile.diagnose", lambda found: seen.append(found) or [])
+    found = profile(*small(), default_losses)
+    assert found.measured_ratio == pytest.approx(ratio)
+    made = replace(BASE, forward_s=seen[0].forward_s, backward_s=seen[0].backward_s, profiled_backward_s=0.1)
+    told = [finding.evidence for finding in diagnose(made)]
+    assert len(told) == (ratio > 5) and all(f"takes {ratio:.1f} times the forward" in evidence for evidence in told)
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Observed:
-    """The measurements of a step: the least of several times, because other work of a machine only adds time."""
+    """The measurements of a step, of which other work of the machine disturbed some."""
 
-    forward_s: float
+    forward_s: float  # of the step whose ratio of backward to forward is the median; so is the next
     backward_s: float
     profiled_forward_s: float  # the sum of the least times of its parts; so is the next
     profiled_backward_s: float

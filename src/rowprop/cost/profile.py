@@ -111,8 +111,9 @@ class Profile:
 
     @property
     def measured_ratio(self) -> float:
-        """Backward over forward, in time."""
-        return self.timing.spread("backward").median / self.timing.spread("forward").median
+        """Backward over forward, in time: the median over the steps."""
+        forward_s, backward_s = _middle_step(self.timing)
+        return backward_s / forward_s
 
     @property
     def counted_ratio(self) -> float | None:
@@ -186,8 +187,9 @@ def profile(
         traced = _traced(model, batch, losses_fn, bool(devices), trace)
     tell("measuring a matrix product and a copy", 0.95)
     flops_per_s, bytes_per_s = _reached(model, devices)
+    forward_s, backward_s = _middle_step(timing)
     seen = Observed(
-        forward_s=min(timing.each_s("forward")), backward_s=min(timing.each_s("backward")),
+        forward_s=forward_s, backward_s=backward_s,
         profiled_forward_s=traced.total_s["forward"], profiled_backward_s=traced.total_s["backward"],
         ops=list(traced.ops.values()), nodes=list(traced.nodes.values()), flops_per_s=flops_per_s,
         bytes_per_s=bytes_per_s, accelerator=traced.accelerator, zeros=traced.zeros,
@@ -199,6 +201,16 @@ def profile(
         forward_flops=seen.flops("forward"), backward_flops=seen.flops("backward"), uncounted=traced.uncounted,
         flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, device=", ".join(map(str, devices)) or "cpu",
     )  # fmt: skip
+
+
+def _middle_step(timing: Timing) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of one step, the one whose ratio of both is the median.
+
+    Other work on the machine may disturb the forward of one step and the backward of another, so they are taken in
+    pairs. The least of each would come from different steps.
+    """
+    steps = sorted(zip(timing.each_s("forward"), timing.each_s("backward"), strict=True), key=lambda s: s[1] / s[0])
+    return steps[(len(steps) - 1) // 2]
 
 
 def _traced(model: nn.Module, batch: Any, losses_fn: LossesFn, accelerator: bool, path: Path | None) -> Trace:
