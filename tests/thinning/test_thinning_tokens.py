@@ -13,7 +13,7 @@ import rowprop
 from rowprop.errors import InvalidInput
 from rowprop.thinning.control import SHARES, Control, Seen, _planned_apart, carry
 from rowprop.thinning.worth import Work
-from thinning_models import compared, gradient, kept, layers, resumed, thinned
+from thinning_models import capped, compared, gradient, kept, layers, resumed, thinned
 from zoo import res, seq
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
@@ -42,19 +42,54 @@ def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["rows first", "tokens first"])
-def test_tokens_without_a_gradient_are_never_drawn(first: bool):
-    # As many are kept as have one: each has the probability 1, so the gradient is the exact one. Red where a token of
-    # zeros takes the place of another.
+def test_tokens_without_a_gradient_are_never_drawn(first: bool, as_host: None):
+    # All that have one are kept: each has the probability 1, so the gradient is the exact one. Red where a token of
+    # zeros takes the place of another, and where all tokens are kept.
     model, x = encoder(1), inputs()
     if first:
         model[0] = layers(1, batch_first=False)[0].double()
         x = x.transpose(0, 1)
     live = (torch.arange(x.shape[0])[:, None] + torch.arange(x.shape[1])) % 3 == 1
     exact = gradient(model, (model(x).square().mean(2) * live).sum())
-    handle = thin(model, keep=float(live.double().mean()), blocks=["0"])
+    handle = thin(model, keep=1.0, blocks=["0"])
     found = gradient(model, (model(x).square().mean(2) * live).sum())
     torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-14)
     assert kept(handle) == {"0": pytest.approx(1 / 3)}
+
+
+def test_the_draws_among_few_tokens_add_up_to_the_exact_gradient(as_host: None, monkeypatch: pytest.MonkeyPatch):
+    # All draws, each with its probability: they change where the first point of the systematic sample passes an end.
+    # Of 30 tokens 7 have a loss, of which 4 are kept. Red where the share is of all 30 (all 7 stay), where a factor is
+    # for a probability of another count, and without factors.
+    model, x = encoder(1), inputs()
+    scale = torch.zeros(5, TOKENS, dtype=torch.float64)
+    scale.view(-1)[::5] = torch.linspace(0.1, 2, 6, dtype=torch.float64)
+    scale[4, 5] = 1.0
+    out = model[0](x)
+    (at_block,) = torch.autograd.grad((model[1](out).square().mean(2) * scale).sum(), out)
+    norms = at_block.flatten(0, 1).norm(dim=1)
+    ends = capped(norms[norms > 0], 4).cumsum(0)
+    edges = torch.cat([ends.new_tensor([0.0, 1.0]), ends[:-1] % 1]).sort().values
+    handle = thin(model, keep=0.5, blocks=["0"])
+    loss = lambda: (model(x).square().mean(2) * scale).sum()  # noqa: E731
+    total, moved = torch.zeros(()), 0.0
+    with handle.paused():
+        exact = gradient(model, loss())
+    for low, high in zip(edges.tolist(), edges[1:].tolist(), strict=False):
+        monkeypatch.setattr(handle, "_uniform", lambda offset=(low + high) / 2: offset)
+        found = gradient(model, loss())
+        total, moved = total + (high - low) * found, max(moved, float((found - exact).norm() / exact.norm()))
+        assert kept(handle) == {"0": pytest.approx(4 / 30)}
+    torch.testing.assert_close(total, exact, rtol=1e-9, atol=1e-12)
+    assert moved > 0.01
+
+
+def test_a_device_keeps_a_share_of_all_tokens(as_accelerator: None):
+    # The host cannot know how many have a gradient. Red where the norms are read.
+    model, x = encoder(1), inputs()
+    handle = thin(model, keep=0.5, blocks=["0"])
+    gradient(model, (model(x).square().mean(2) * (torch.arange(TOKENS) == 1)).sum())
+    assert kept(handle) == {"0": 0.5}
 
 
 def test_a_share_is_of_the_tokens_that_came_to_a_block():
@@ -72,14 +107,16 @@ def test_a_share_is_of_the_tokens_that_came_to_a_block():
     assert int((held[0] != 0).any(2).sum()) == 9
 
 
-def test_a_block_costs_its_drawn_tokens():
-    # The products of an MLP's backward by their closed formula; red where they run at all tokens.
+def test_a_block_costs_its_drawn_tokens(as_host: None):
+    # The products of an MLP's backward by their closed formula; red where they run at all tokens, and where half of all
+    # tokens are drawn if a third of them has a loss.
     model = nn.Sequential(*(res(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH)) for _ in range(2))).double()
     thin(model, keep=0.5)
-    loss = model(inputs().requires_grad_()).square().mean()
-    with rowprop.cost.count_flops() as flops:
-        loss.backward()
-    assert flops.total_flops == 15 * 2 * 4 * 2 * WIDTH * 8  # tokens, blocks, products, multiply and add
+    for tokens, drawn in ((6, 15), (2, 5)):  # of each row so many have a loss
+        loss = model(inputs().requires_grad_())[:, :tokens].square().mean()
+        with rowprop.cost.count_flops() as flops:
+            loss.backward()
+        assert flops.total_flops == drawn * 2 * 4 * 2 * WIDTH * 8  # tokens, blocks, products, multiply and add
 
 
 def test_attention_costs_the_drawn_queries(as_host: None):

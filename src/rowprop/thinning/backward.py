@@ -39,6 +39,7 @@ class ThinnedBackward:
     # For each forward the rows with which it came to the first block. Sequences are counted apart from the tokens that
     # a gradient held above an attention, so the number of all rows of its kind stands beside.
     rows: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    nonzero: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])  # ``keep`` is a share of it
     seen: dict[str, list[Seen]] = field(default_factory=dict[str, list[Seen]])
     products: dict[str, list[Product]] = field(default_factory=dict[str, list[Product]])
     excess: Tensor | None = None  # for each row what a supposed draw adds, over the square of its gradient
@@ -75,19 +76,26 @@ class ThinnedBackward:
             norms = floored(norms)
         arrived = kept = norms.numel()
         self._block, self.late = place, waits(norms)
-        first = self.rows.setdefault((forward, g.rows.num_rows), arrived)
-        if self.control.unit == "token" and arrived > first:  # attention has made more of the tokens that came above
-            first = self.rows[forward, g.rows.num_rows] = arrived
+        first = self._first(self.rows, (forward, g.rows.num_rows), arrived)
         share = self.worth.share(place, self.control.share)
         if self.supposes:
             self._suppose(norms, min(share, SUPPOSED))
         elif self.worth.draws(place):
-            of = arrived if self.control.keep is None else first
+            of = arrived
+            if self.control.keep is not None:
+                # A device alone knows how many are nonzero. If all norms are 0 they may have underflowed.
+                nonzero = 0 if self.late else int(norms.count_nonzero())
+                of = self._first(self.nonzero, (forward, g.rows.num_rows), nonzero or arrived)
             kept = min(arrived, count_of(share, of, MULTIPLE if self.late else 1))
         p = inclusion(norms, kept) if kept < arrived else None
         numbers = _sums(norms, g.rows.stands_for()[1], p) if self.measures_norms else None
         self.seen.setdefault(place, []).append(Seen(arrived, kept, first, numbers))
         return None if p is None else draw(p, kept, self.uniform())
+
+    def _first(self, counts: dict[tuple[int, int], int], key: tuple[int, int], count: int) -> int:
+        """The count at the first block, or here if attention has made more of the tokens that came above."""
+        counts[key] = max(counts.get(key, 0), count) if self.control.unit == "token" else counts.get(key, count)
+        return counts[key]
 
     def _suppose(self, norms: Tensor, share: float) -> None:
         """Find what a draw of a share of the rows, made at the first block, would add."""

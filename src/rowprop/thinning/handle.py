@@ -60,8 +60,9 @@ def thin(
             batch has. The shares of rows that the blocks keep follow: they are 1 at first, and fall as few rows come to
             hold most of the gradient. The pairs have a target of their own, of the same size. Default .025, as VCAS's.
         keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``; all pairs of these rows stay.
-            After a pick of tokens it is of the tokens, and below an attention that has mixed them, of the sequences
-            that came from there. Default None.
+            On a CPU it is a share of the rows whose gradient is not zero. On other devices, where a count of these
+            would have to be waited for, it is a share of all that come. After a pick of tokens it is of the tokens,
+            and below an attention that has mixed them, of the sequences that came from there. Default None.
         unit: ``"token"`` draws positions of outputs ``(N, T, C)`` or ``(T, N, C)`` in place of rows: what treats tokens
             alike costs the drawn ones, attention the drawn queries. Its keys and values, and what made them, cost all
             tokens. The next block draws from all again. Other outputs lose rows. Default ``"row"``.
