@@ -718,6 +718,17 @@ class Segmenter(nn.Module):
         return self.head(self.body(x).relu())
 
 
+class Shared(nn.Module):
+    """Calls one layer twice; the gradient of one call is sliced above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def loss(self) -> Tensor:
+        return of_first(self.head(self.inner(X))) + of_first(self.inner(X.flip(0)))
+
+
 IMAGES = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(3))
 LABELS = (torch.arange(4 * 36) * 5 % CLASSES).view(4, 6, 6).where(torch.arange(4 * 36).view(4, 6, 6) % 9 == 0, -100)
 STEPS = torch.randn(5, ROWS, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -727,6 +738,13 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], str
     "time first inside": (TimeFirst, lambda m: m(STEPS)[:2, 8:].square().sum(), "head", "token"),
     "a module of two outputs": (TwoOutputs, lambda m: of_first(m(X)), "head", "row"),
     "zeros that come past the place": (Autoencoder, lambda m: m.loss(), "decoder", "row"),
+    "a layer called twice": (Shared, lambda m: m.loss(), "head", "row"),
+    "two heads": (
+        TwoHeads,
+        lambda m: sum(out[at : at + 3].square().sum() for out, at in zip(m(X), (0, 3), strict=True)),
+        "TwoHeads",
+        "row",
+    ),
     "BatchNorm inside": (lambda: mlp(nn.BatchNorm1d(32)), lambda m: of_first(m(X)), "3", "row"),
     "a custom function inside": (lambda: mlp(Applied(doubled)), lambda m: of_first(m(X)), "0", "row"),
     "steps of a recurrent layer": (Recurrent, lambda m: m(STEPS)[4:].square().sum(), "head", "token"),

@@ -98,9 +98,9 @@ def find_zeros(model: nn.Module) -> Generator[ZeroReport]:
 
     Every backward of the block runs with ``skip_zeros`` at the outputs of all modules. The gradients stay the same, up
     to rounding. What each place saves is the difference between the FLOPs that ran and those of the same ops at full
-    size. Counters of FLOPs inside the block show the plain backward. Rows that :func:`rowprop.pick`, ``skip_zeros`` or
-    :func:`rowprop.thin` drop already count as dropped. A function declared by :func:`rowprop.rowwise` counts at the
-    rows that it ran on.
+    size. Counters of FLOPs inside the block show the plain backward. Rows that :func:`rowprop.pick` or ``skip_zeros``
+    drop already count as dropped. Below a block of :func:`rowprop.thin`, and in functions declared by
+    :func:`rowprop.rowwise`, nothing counts as saved.
 
     Cost:
         Reads each module's gradient until one is sliced, and Python runs at every op: on 2,048 tokens .02 to .04 of a
