@@ -246,10 +246,13 @@ cases("""
 (N, 1) emb: F.embedding(ids, emb).sum((1, 2)).unsqueeze(1) * x
     emb_sf: F.embedding(ids.t(), emb).sum((0, 2)).unsqueeze(1) * x
     emb_freq: F.embedding(ids, emb, scale_grad_by_freq=True).sum((1, 2)).unsqueeze(1) * x
+    emb_computed: F.embedding(ids, emb.tanh(), padding_idx=ids[1, 0]).sum((1, 2)).unsqueeze(1) * x
+(N, 3) emb_of_rows: F.embedding(perm, x).exp()
 (N, 4) emb_width: F.embedding(ints(4, 5), x.t()).t()
 (N, 4) gather: x.gather(1, idx); gather_partial: torch.cat([x.gather(1, idx[:3]), x[3:, :3]])
     gather_rows: x.gather(0, whole_rows); gather_each: x.gather(0, each)
     gather_some_rows: x.gather(0, whole_rows[:3]).repeat(2, 1)
+    gather_repeated_rows: x.gather(0, perm[:, None].repeat(1, 4))
     scatter_partial: torch.zeros(N, 4).double().scatter(1, torch.arange(3).expand(3, 3), x[:3, :3].exp()) * 2 + x
     scatter_rows: (x * 2).scatter_add(0, whole_rows, x.exp()); index_select0: x.index_select(0, perm)
     index_select1: x.index_select(1, torch.tensor([0, 2, 2])); idx_perm: x[perm]
@@ -354,6 +357,7 @@ cases("""
     scatter_reduce_each: (x * 2).scatter_reduce(0, each, x.exp(), "mean")
     scatter_reduce_pooled: torch.zeros(N, 4).double().scatter_reduce(1, idx, x[:, :3], "amax")
     index_reduce_rows: (x * 2).index_reduce(0, perm, x.exp(), "mean")
+    scatter_reduce_repeated: (x * 2).scatter_reduce(0, perm[:, None].repeat(1, 4), x.exp(), "amax")
 (N, 3) scatter_mean_of_weights: x * w43.index_reduce(0, three, w43[:3].exp(), "mean")[2]
 """)
 
@@ -472,6 +476,8 @@ cases("""
 (N, 4) complex_layer: torch.view_as_real((as_complex(x) @ zw * zs.conj()).conj() + zs)
     complex_both_ways: torch.view_as_real(as_complex(x) @ zw + as_complex(x).conj() @ zv)
     complex_same_memory: (lambda z: torch.view_as_real(z @ zw + z.conj() @ zv))(as_complex(x))
+(N, 3, 4) complex_attention: torch.view_as_real((lambda h: (h @ h.mH) @ h)(torch.complex(x, x.roll(1, 1)) @ zw))
+    negative_attention: (lambda h: (h.real @ h.conj().imag.mT) @ h.real)(torch.complex(x, x.roll(1, 1)) @ zw)
 (N, 1, 1) negative_view: torch.linalg.solve_triangular(as_complex(x).conj().imag, x.exp(), upper=True)
 """)
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import rowprop
 from cuda_kernels import installed
 from picks import Applied, as_indexed
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice
+from rowprop.cost.flops import count_flops
 
 N = 6
 INDICES = [[2], [0, 1, 2], [4, 4, 4], [5, 0, 5, 0], [3, 1, 1, 0, 3, 3], [0, 0, 2, 2, 5], [1, 5, 0, 5, 2, 1, 0]]
@@ -90,3 +92,71 @@ def test_upstream_of_an_op_at_full_size_unknown_rows_stay_sliced(name: str, rows
         )
     assert set(report.densified) == {op} and report.waited == {}
     assert "mm" in report.sliced, str(report)  # the weight of the layer below
+
+
+ITEMS, WIDTH, READERS = 40, 6, 200
+ITEM = torch.multinomial(
+    1 / torch.arange(1.0, ITEMS + 1) ** 1.5, READERS, True, generator=torch.Generator().manual_seed(0)
+)
+GATHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "index": lambda h: h[ITEM],
+    "index_select": lambda h: h.index_select(0, ITEM),
+    "embedding": lambda h: nn.functional.embedding(ITEM, h),
+    "gather": lambda h: h.gather(0, ITEM[:, None].repeat(1, WIDTH)),
+    "take_along_dim": lambda h: torch.take_along_dim(h, ITEM[:, None], 0),
+    "entries": lambda h: h[ITEM[:, None], torch.arange(WIDTH)],
+    "of time first": lambda h: h.view(1, ITEMS, WIDTH)[:, ITEM].squeeze(0),
+}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+@pytest.mark.parametrize("count", [10, 39, 100])
+# Red when: repeats are merged only where they are more than the items, or not in one of the rules; the number of rows
+# is compared before they are merged; the embedding of a computed table goes on dense.
+def test_items_that_many_rows_read_cost_as_often_as_they_differ(name: str, count: int, as_host: None):
+    rows = torch.randperm(READERS, generator=torch.Generator().manual_seed(1))[:count]
+    items, users = torch.randn(ITEMS, 5).double(), torch.randn(READERS, WIDTH).double()
+    below, layer = nn.Linear(5, 5).double(), nn.Linear(5, WIDTH).double()
+    flops: list[int] = []
+
+    def step(take: Any) -> list[Tensor | None]:
+        losses = (GATHERS[name](layer(below(items).tanh())) * users).square().sum(1)
+        with count_flops() as counted:
+            out = torch.autograd.grad(take(losses, rows).mean(), [*below.parameters(), *layer.parameters()])
+        flops.append(counted.total_flops)
+        return list(out)
+
+    report = as_indexed(step)
+    share = len(ITEM[rows].unique()) / ITEMS
+    assert not report.densified and flops[1] <= 1.1 * share * flops[0]
+
+
+def test_nodes_that_several_edges_read_cost_once(as_host: None):
+    # Red when: repeats are not merged where they are fewer than the nodes.
+    nodes, graphs, edges = 80, 8, 320
+    graph = torch.arange(nodes) // (nodes // graphs)
+    source = torch.arange(nodes).repeat_interleave(edges // nodes)
+    target = torch.arange(edges) % (nodes // graphs) + nodes // graphs * graph[source]
+    layer, x = nn.Linear(4, 4).double(), torch.randn(nodes, 4).double()
+    flops: dict[int, int] = {}
+    for live in (1, 3, graphs):
+        summed = torch.zeros(nodes, 4).double().index_add(0, target, layer(x).index_select(0, source))
+        losses = torch.zeros(graphs, 4).double().index_add(0, graph, summed).square().sum(1)
+        expected = torch.autograd.grad(losses[:live].sum(), layer.weight, retain_graph=True)
+        with count_flops() as counted:
+            actual = torch.autograd.grad(rowprop.pick(losses, torch.arange(live)).sum(), layer.weight)
+        torch.testing.assert_close(actual, expected)
+        flops[live] = counted.total_flops
+    assert flops[1] * graphs == flops[graphs] and flops[3] * graphs == 3 * flops[graphs]
+
+
+# Red when: a device is asked how many rows differ, or the dense gradient of the table is not reported there.
+def test_a_device_is_not_asked_how_many_rows_differ(as_accelerator: None):
+    table = nn.Parameter(torch.randn(ITEMS, WIDTH))
+    for name in ("index", "embedding"):
+        losses = GATHERS[name](table.tanh()).square().sum(1)
+        for count in (10, 100):
+            with rowprop.watch() as report:
+                rowprop.pick(losses, torch.arange(count)).sum().backward(retain_graph=True)
+            assert not report.waited
+            assert list(report.densified) == ["embedding_dense_backward"] * (name == "embedding" and count > ITEMS)

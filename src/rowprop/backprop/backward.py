@@ -103,6 +103,13 @@ def node_name() -> str:
     return "" if node is None else node.name()
 
 
+def ends_at_a_leaf() -> bool:
+    """Whether the first result of the node that autograd runs is the gradient of a leaf; True where none runs."""
+    node = cast(Any, torch)._C._current_autograd_node()
+    above = None if node is None else node.next_functions[0][0]
+    return above is None or above.name().endswith("AccumulateGrad")
+
+
 _saved: dict[type[Any], tuple[str, ...]] = {}  # of each type of node, the names that autograd gives its saved tensors
 
 

@@ -90,6 +90,7 @@ class RowSet:
         self.num_rows = num_rows
         self.kept = index.numel()
         self.unique = unique  # False: rows may repeat, see merged()
+        self.moved = False  # whether they may have repeated before distinct() looked at them
         self._derived: dict[tuple[Any, ...], Any] = {}  # see once()
         self.batchnorm = batchnorm  # "rows", "exact", or None: each BatchNorm decides by how many rows it gets
         self.origin: RowSet | None = None  # the rows that these were derived from, see derived()
@@ -113,6 +114,7 @@ class RowSet:
         """Rows of another tensor that hold what became of these: row k is, or lies in, row ``places[k]`` of these."""
         rows = RowSet(index, num_rows, unique=unique, batchnorm=self.batchnorm, attention=self.attention)
         rows.origin = self.origin or self
+        rows.moved = self.moved
         rows.absent = absent
         rows.hook = None if self.hook is None else self.hook.moved(places)
         rows.makers = self.makers
@@ -249,6 +251,24 @@ class RowSet:
         rows = self.derived(index, self.num_rows * size, unique=self.unique, absent=absent, places=places)
         rows.whole = self, places
         return rows
+
+    @_once
+    def distinct(self) -> tuple[RowSet, Tensor | None]:
+        """Each of these rows once, and where each of these is among them, (K,); None where none repeats.
+
+        Where only the device knows how many rows differ, and for rows that fell out: these rows themselves.
+        """
+        if self.unique or self.absent is not None or waits(self.index) or not readable(self.index):
+            return self, None
+        self.moved = True
+        index, places = cast(Any, torch).unique(self.index, return_inverse=True)
+        if index.numel() == self.kept:
+            self.unique = True
+            return self, None
+        rows = self.derived(index, self.num_rows, unique=True)
+        if self.whole is not None:  # any of the places: all of them name the same larger row
+            rows.whole = self.whole[0], torch.empty_like(index).scatter_(0, places, self.whole[1])
+        return rows, places
 
     @_once
     def all_of(self, count: int) -> RowSet:

@@ -238,6 +238,10 @@ def _groups(
 
 def in_front(tensor: Tensor, part: Part) -> Tensor:
     """The tensor with a part of one dimension in front, and the rest of that dimension in its place."""
+    if tensor.is_conj():  # a kernel within a tensor subclass reads the memory below this flag and the next
+        tensor = tensor.conj().conj_physical()
+    if tensor.is_neg():
+        tensor = cast(Any, torch)._neg_view(tensor).neg()
     dim = part.dim
     split = cast(Any, tensor).unflatten(dim, (part.outer, part.size, part.inner)).movedim(dim + 1, 0)
     return split.flatten(dim + 1, dim + 2)

@@ -66,6 +66,15 @@ class RowSlice:
         within = self.layout.compact(self.rows.kept)
         return self.like(scatter_add(torch.zeros_like(self.values), self.values, self.rows.first, within))
 
+    def distinct(self) -> RowSlice:
+        """This gradient with each row once, if the count of these is no wait: a repeated row costs as much as one."""
+        rows, places = self.rows.distinct()
+        if places is None:
+            return self
+        out = self.values.new_zeros(self.layout.kept_shape(self.shape, rows.kept))
+        values = scatter_add(out, self.values, places, self.layout.compact(rows.kept))
+        return RowSlice(values, rows, self.layout, self.shape)
+
     def part_of(self, dim: int) -> int:
         """The place, among the parts of the rows' index, of the part in this dimension; it has to be alone in it."""
         parts = self.layout.parts
@@ -118,8 +127,8 @@ class RowSlice:
             del parts[place]
         else:
             parts[place] = Part(dim, size)
-        out = RowSlice(values, rows, layout_as(parts), shape)
-        if rows.kept < rows.num_rows:
+        out = RowSlice(values, rows, layout_as(parts), shape).distinct()
+        if out.rows.kept < rows.num_rows:
             return out
         if rows.absent is not None and not self.layout.minor:
             note_densified("a part of the batch", f"it has no more rows than are kept, not all of them kept; {AT_ONCE}")

@@ -7,20 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rowprop.backprop.backward import ends_at_a_leaf
 from rowprop.backprop.rules.indexing import rows_at
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.sliced import Densify, RowSlice, check_readable
+from rowprop.backprop.watch import note_densified
+from rowprop.host import waits
 
 
 @rule("embedding_dense_backward", positions=True)
 def embedding_backward(op: Any, g: RowSlice, indices: Tensor, num: Any, padding_idx: Any, by_freq: bool) -> Any:
-    """The table's gradient contracts over the rows."""
+    """The table's gradient contracts over the rows; that of a computed table goes on at the entries that were read."""
     if g.layout.holds(g.ndim - 1):
         return Densify("the batch lies in the embedding's width")
     if by_freq:
         return Densify("scale_grad_by_freq counts the indices of all rows; leave it off")
-    return op(g.values, g.take(indices), num, padding_idx, False)
+    index = g.take(indices)
+    if ends_at_a_leaf() or g.rows.recompute is not None:
+        return op(g.values, index, num, padding_idx, False)
+    if waits(index) and index.numel() >= num:
+        note_densified("embedding_dense_backward", "a computed table has no more entries than are read; use a CPU")
+    values = g.values.masked_fill((index == padding_idx).unsqueeze(-1), 0).flatten(0, -2)
+    return rows_at(g, values, index.flatten(), [num, g.shape[-1]], 0, unique=False)
 
 
 @rule("_embedding_bag_backward", "_embedding_bag_dense_backward")

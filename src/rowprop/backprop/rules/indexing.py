@@ -15,7 +15,7 @@ from rowprop.backprop.rules.pointwise import is_zero, local
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.views import takes_tokens, view
 from rowprop.backprop.sliced import Densify, RowSlice, Zeros, check_readable, joined, whole_rows
-from rowprop.host import waits
+from rowprop.host import readable, waits
 
 
 @rule("gather", positions=True)
@@ -63,16 +63,22 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
 
 
 def _varying(index: Tensor, dims: Sequence[int], dim: int, shape: Sequence[int]) -> Tensor | None:
-    """An index with one entry in each dimension but ``dims``, if strides of 0 show that it varies in these only.
+    """An index with one entry in each dimension but ``dims``, if it varies in these only.
 
-    Outside of ``dim``, in which it names whole rows, it has to have this shape.
+    Strides of 0 show this, as of an expanded index; a repeated one is read. Outside of ``dim``, in which it names whole
+    rows, it has to have this shape.
     """
     if 0 in index.shape or any(d != dim and index.shape[d] != size for d, size in enumerate(shape)):
         return None
     for d in set(range(index.ndim)).difference(dims):
+        first = index.narrow(d, 0, 1)
         if index.shape[d] > 1 and index.stride(d) != 0:
-            return None
-        index = index.narrow(d, 0, 1)
+            if not readable(index):
+                return None
+            check_readable(index, "whether an index names whole rows")
+            if not (index == first).all():
+                return None
+        index = first
     return index
 
 
@@ -153,23 +159,16 @@ def _numbers_of(index: Tensor, size: int) -> Tensor:
 
 def _moved_rows(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int], dim: int) -> Any:
     """The gradient of ``x[index]``: each kept row becomes a row of x, and rows of x may repeat."""
-    total = shape[dim]
-    index = _numbers_of(index, total)
-    if index.numel() < total or waits(index):
-        return rows_at(g, values, index, shape, dim, unique=False)
-    # For example, many tokens read the weights of a few experts. Only a look tells how many different rows they read.
-    reached, slot = cast(Any, torch).unique(index, return_inverse=True)
-    out = values.new_zeros([*shape[:dim], reached.numel(), *shape[dim + 1 :]]).index_add_(dim, slot, values)
-    return out if reached.numel() == total else rows_at(g, out, reached, shape, dim, unique=True)
+    return rows_at(g, values, _numbers_of(index, shape[dim]), shape, dim, unique=False)
 
 
 def rows_at(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int], dim: int, *, unique: bool) -> Any:
     """``values`` as the rows ``index`` of a gradient; a plain tensor if they are as many as there are rows."""
     if index.numel() == 0 < shape[dim]:  # one row of zeros, so that no kernel is given an empty batch
         values, index = values.new_zeros([1 if d == dim else n for d, n in enumerate(shape)]), index.new_zeros(1)
-    if index.numel() >= shape[dim]:
-        return values.new_zeros(shape).index_add_(dim, index, values)
-    return RowSlice(values, g.rows.derived(index, shape[dim], unique=unique), Layout(dim, shape[dim]), shape)
+    rows = g.rows.derived(index.long(), shape[dim], unique=unique)
+    out = RowSlice(values, rows, Layout(dim, shape[dim]), shape).distinct()
+    return out if out.rows.kept < shape[dim] else out.dense()
 
 
 @rule("index.Tensor", positions=True)
@@ -337,11 +336,12 @@ def _put_indexed_rows(op: Any, out: Zeros, indices: list[Any], used: list[int], 
             shape[dim : dim + 1] = [total, 1]
             one = RowSlice(g.values.unsqueeze(dim + 1), whole, Layout(dim, total), shape)
             return one.spread(dim + 1).moved(dim + 1, out.shape[dim + 1], tokens.expand(count))
-        kept[dim] = torch.arange(count, device=rows.device).view(rows.shape)
-        shape = [count if d == dim else size for d, size in enumerate(out.shape)]
+        each = g.rows.derived(_numbers_of(rows, total).reshape(-1), total, unique=False)
+        rows, places = each.distinct()
+        kept[dim] = (torch.arange(count, device=rows.index.device) if places is None else places).view(kept[dim].shape)
+        shape = [rows.kept if d == dim else size for d, size in enumerate(out.shape)]
         values = op(g.values.new_zeros(shape), kept, g.values, True)
-        rows = _numbers_of(rows, total).reshape(-1)
-        return rows_at(g, values, rows, out.shape, dim, unique=False)
+        return rows_at(g, values, rows.index, out.shape, dim, unique=rows.unique)
     if used[-1] - used[0] + 1 != len(used):
         return Densify("the index runs over the batch and more")
     return _put_entries(op, out, indices, used, g)

@@ -198,7 +198,7 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     if not isinstance(other, Tensor) or other.shape != g.shape or other.dtype != g.values.dtype:
         return Densify("adding something that is not a gradient does not map zero to zero")
     origin = g.rows.origin
-    if origin is None or g.rows.unique or g.rows.num_rows >= origin.num_rows:
+    if origin is None or (g.rows.unique and not g.rows.moved) or g.rows.num_rows >= origin.num_rows:
         added = "a gradient of all rows is added to it: a mean that losses are divided by, or pairs of rows"
         return Densify(f"{added}; detach() a mere scale")
     # Positions of a parameter, such as a prefix: few, and none of them a row of the batch.

@@ -45,7 +45,8 @@ def _some_parts(g: RowSlice, left: tuple[int, ...]) -> RowSlice:
     rows = g.rows.some_parts(g.layout.sizes, left)
     values = g.values.transpose(parts[0].dim, first.dim)
     layout = Layout(first.dim, rows.num_rows, 1, 1, minor)
-    return RowSlice(values, rows, layout, [g.shape[d] if layout.holds(d) else n for d, n in enumerate(values.shape)])
+    shape = [g.shape[d] if layout.holds(d) else n for d, n in enumerate(values.shape)]
+    return RowSlice(values, rows, layout, shape).distinct()
 
 
 @rule("mean", "mean.dim", positions=True)
