@@ -188,7 +188,9 @@ def check_gradients(
 
 
 FORWARD_READS = {"nn_transformer", "experts_index_add", "experts_index_put", "experts_tokens"}
-"""Models whose own forward reads: torch asks a mask whether it is causal, and tokens are routed by masks."""
+FORWARD_READS |= {"shares", "matrices", "source_separation"}
+"""Models whose own forward reads: torch asks a mask whether it is causal, and tokens are routed by masks. It checks a
+distribution's parameters, whether a matrix has a factor, and whether windows overlap."""
 
 
 @pytest.mark.parametrize("entry", [e for e in zoo.ENTRIES if e.name not in FORWARD_READS], ids=lambda e: e.name)
