@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rowprop import Selection, SelectiveBackprop, TopK
+from rowprop.app.compare.results import Run
 from rowprop.app.compare.settings import Settings
 from rowprop.selection import Context, PerClass
+from rowprop.step.small import unwarned
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">{{ 7*7 }}'
 WRONG_LABEL = 17  # the row of `mislabelled` whose class is wrong
@@ -28,11 +30,21 @@ def settings(**changes: Any) -> Settings:
     return Settings(**(given | changes))
 
 
+def ended(training: Generator[None, None, Run]) -> Run:
+    """The run of a training that no other one takes turns with."""
+    with unwarned():
+        while True:
+            try:
+                next(training)
+            except StopIteration as end:
+                return end.value
+
+
 def figures(out: Path) -> tuple[list[Any], list[Any]]:
     """What the results in a folder say about each run, times left out, and about the rows chosen most often."""
     results = json.loads((out / "results.json").read_text())
     assert results["finished"]
-    facts = ("label", "seed", "accuracy", "perplexity", "rows_seen", "rows_backpropagated", "loss_shares")
+    facts = ("label", "seed", "accuracy", "perplexity", "rows_seen", "rows_backpropagated", "flops", "loss_shares")
     points = ("accuracy", "perplexity", "loss", "kept")
     runs = [
         [run[fact] for fact in facts] + [[point[key] for key in points] for point in run["curve"]]

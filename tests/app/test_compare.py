@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import compare_cases
 import rowprop
-from compare_cases import figures, settings
+from compare_cases import ended, figures, settings
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import load_data
@@ -33,7 +33,7 @@ from rowprop.errors import InvalidInput
 def train_one(label: str, seed: int = 0, **changes: object) -> Run:
     chosen = settings(methods=label, **changes)
     data = load_data(chosen.data, None, chosen.train_rows)
-    return train(chosen, data, chosen.parsed_methods[0], seed, lambda *_: None)
+    return ended(train(chosen, data, chosen.parsed_methods[0], seed, lambda *_: None))
 
 
 def compare_quietly(out: Path, *, resume: bool = False, **changes: object) -> Outcome:
@@ -178,7 +178,7 @@ def test_random_can_keep_as_many_rows_as_a_thinned_method_has(tmp_path: Path, mo
 
     def spied(chosen, data, method, seed, tick, rows):
         keeps[method.label, seed] = chosen.keep
-        return train(chosen, data, method, seed, tick, rows)
+        return (yield from train(chosen, data, method, seed, tick, rows))
 
     monkeypatch.setattr(run_module, "train", spied)
     beside, label = "thinned", "random@thinned"
@@ -201,7 +201,7 @@ def test_plain_steps_on_fewer_rows_cost_what_the_method_costs(tmp_path: Path, mo
 
     def timed(chosen, data, method, seed, tick, rows):
         given[method.label, seed] = rows
-        run = train(chosen, data, method, seed, tick, rows)
+        run = yield from train(chosen, data, method, seed, tick, rows)
         run.train_s = {"full": 10.0, "ohem": 7.0 + seed}.get(method.label, run.train_s)
         run.phases_s |= {"optimizer": 1.0}
         return run
@@ -371,6 +371,53 @@ def test_composer_selects_between_half_and_nine_tenths_in_every_other_batch():
     assert run.rows_backpropagated == 40 * 20 - 8 * 10
 
 
+def flops_of_net(kept: int) -> int:
+    """Of a step of `net` on 20 rows by arithmetic, ``kept`` of them backpropagated; the images have no gradient."""
+    convolution, linear = 2 * 36 * 4 * 9, 2 * 144 * 3  # 36 places, 4 channels of 9 weights
+    return 20 * (convolution + linear) + kept * (convolution + 2 * linear)
+
+
+def test_flops_are_those_of_the_steps():
+    # Red where scoring, the forward or the rows that were not kept are counted otherwise, or steps are left out.
+    full, masked = train_one("full"), train_one("ohem@masked", keep=0.5)
+    assert full.flops == masked.flops == 12 * flops_of_net(20)
+    assert full.uncounted == []
+    again = train_one("ohem@recompute", keep=0.5)  # a forward of all rows, then forward and backward of 10
+    assert again.flops == 12 * (flops_of_net(0) + flops_of_net(10) - flops_of_net(0) // 2)
+    composer = train_one("composer", epochs=10)  # 8 of 40 steps keep 10 rows; BatchNorm is exact below 16
+    assert 40 * flops_of_net(10) < composer.flops <= 40 * flops_of_net(20)
+    assert train_one("rho-loss", epochs=8, keep=1.0).flops > 32 * flops_of_net(20)  # and two models that only score
+    few = train_one("full", epochs=1, train_rows=40)  # two steps, of which none is counted
+    assert (few.steps, few.flops) == (2, None)
+
+
+def test_a_counted_step_takes_the_time_of_the_step_before(monkeypatch: pytest.MonkeyPatch):
+    # Red where counting, which is slow, is on the clock.
+    late, count = [0.0], train_module.count_flops
+
+    @contextlib.contextmanager
+    def slow():
+        late[0] += 1000
+        with count() as flops:
+            yield flops
+
+    looks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(looks) + late[0])
+    monkeypatch.setattr(train_module, "count_flops", slow)
+    run = train_one("full")
+    assert late == [2000.0]
+    assert run.train_s == 12 * 4  # data, forward, backward and optimizer each take a look
+    assert {phase for phase in PHASES if run.phases_s[phase]} == {"data", "forward", "backward", "optimizer"}
+
+
+def test_tested_rows_give_the_figure(tokens: tuple[Path, Outcome, Settings], grid: tuple[Path, Outcome, Settings]):
+    # Red when: rows of tokens count alike whatever their length, or another model is tested.
+    for out, of in ((grid[0], lambda run: run["accuracy"]), (tokens[0], lambda run: -math.log(run["perplexity"]))):
+        for path in (out / "runs").iterdir():
+            run = json.loads(path.read_text())["run"]
+            assert sum(run["tested"]) / len(run["tested"]) == pytest.approx(of(run), abs=1e-5)
+
+
 def test_phases_add_up_to_the_training_time_and_leave_evaluation_out(clock: list[float], steps, monkeypatch):
     # Red when: a phase counts what another one does, or evaluation is charged.
     judge = train_module.judge
@@ -470,9 +517,14 @@ def test_a_comparison_may_grow_and_tells_each_finished_run(tmp_path: Path, capsy
         f"{place} of 4 runs"
         for place, (label, seed) in enumerate([("ohem", 0), ("ohem", 1), ("full", 1)], 2)
     ]
-    # The data, then the start and three epochs of each of the three runs.
-    wanted = [0.0, *(round((run + epoch / 3) / 3, 2) for run in range(3) for epoch in range(4))]
-    assert [round(fraction, 2) for _, fraction in ticks] == wanted
+    # The data, then the start and three epochs of each of the three runs; two of them take turns. Red where one trains
+    # to its end before the other begins.
+    names = [tick.partition(":")[0] for tick, _ in ticks[1:]]
+    both = ["ohem seed 1", "full seed 1"]
+    assert names == ["ohem seed 0"] * 4 + [name for name in both for _ in range(2)] + both * 2
+    starts = {0, 4, 6}  # the other ticks each follow an epoch, one of nine
+    done = [sum(place not in starts for place in range(end + 1)) / 9 for end in range(len(names))]
+    assert [fraction for _, fraction in ticks] == pytest.approx([0.0, *done])
     assert ticks[1][0] == "ohem seed 0" and re.fullmatch(r"full seed 1: \d+\.\d\d %", ticks[-1][0])
     with pytest.raises(InvalidInput, match="data_sha256 was"):
         compare_quietly(tmp_path, resume=True, methods="full", seeds=1, data="compare_cases:mislabelled")

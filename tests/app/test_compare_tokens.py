@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from compare_cases import ended
 from rowprop.app.compare import data as data_module
 from rowprop.app.compare import models
 from rowprop.app.compare import train as train_module
@@ -44,7 +45,7 @@ def train_one(data: Dataset, label: str) -> tuple[Run, GPT]:
     build = train_module.build_model
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train_module, "build_model", lambda *given: built.append(build(*given)) or built[-1])
-        run = train(chosen, data, chosen.parsed_methods[0], 0, lambda *_: None)
+        run = ended(train(chosen, data, chosen.parsed_methods[0], 0, lambda *_: None))
     return run, built[0]  # holdout models are built after it
 
 

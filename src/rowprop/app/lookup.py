@@ -14,7 +14,7 @@ from typing import Any
 from rowprop.errors import InvalidInput, MissingExtra, foreign, one_line
 
 PAGE = {"matplotlib.figure": "matplotlib", "jinja2": "jinja2"}  # modules that a page needs, and their packages
-COMPARE = PAGE | {"PIL.Image": "pillow"}
+COMPARE = PAGE | {"PIL.Image": "pillow", "scipy.special": "scipy"}
 
 
 def require(module: str, package: str, purpose: str, line: str | None = None) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.results import PHASES, Json, task_of, with_spread
+from rowprop.app.compare.results import COUNT_EVERY, PHASES, Json, task_of, with_spread
 from rowprop.app.compare.settings import CUT, METHODS
 from rowprop.app.page import GREY, drawing, legend, named, new_figure, render
 
@@ -52,6 +52,7 @@ def render_report(results: Json, data: Dataset) -> str:
         by_epoch=curves(results, styles, "epoch", "epoch"),
         phase_bars=phase_bars(results), losses=losses, loss_share=loss_share(losses, task.unit),
         gallery=[rows[:first], rows[first:]],
+        count_every=COUNT_EVERY, uncounted=sorted({op for method in methods for op in method.get("uncounted", ())}),
         own_order=[method["label"] for method in methods if method["name"].startswith("infobatch")],
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -22,9 +23,11 @@ PHASES: tuple[str, ...] = ("data", "score", "forward", "select", "backward", "op
 SHARE_POINTS = 100
 GALLERY_ROWS = 40
 ENOUGH_SEEDS = 3  # with fewer seeds no difference is judged
+COUNT_EVERY = 7  # steps from one whose FLOPs are counted to the next; odd, to meet both halves of a rhythm of 2
+LEVEL = 0.05  # of p, corrected for the number of methods, below which a difference counts
 CONTROLS = ("random", PRUNED + "random")
 SAME_ROWS = 0.1  # a method that backpropagates up to this share more rows than random has the same keep
-PER_ROW = ("chosen", "offered", "predicted", "final_losses")  # of a run, kept in its own file
+PER_ROW = ("tested", "chosen", "offered", "predicted", "final_losses")  # of a run, kept in its own file
 
 Json = dict[str, Any]
 
@@ -97,8 +100,8 @@ class Run:
     """The values of one finished run. Where tokens are predicted, the rows below are the tokens that count.
 
     ``phases_s``: ``score`` holds separate scoring forwards, and the training of models that only score; a forward of
-    ``sliced``, which scores as well, stands under ``forward``. The last four are of each training row, and empty for
-    tokens and for a method that is not ``loss_led``.
+    ``sliced``, which scores as well, stands under ``forward``. ``tested`` is of each test row. The last four are of
+    each training row, and empty for tokens and for a method that is not ``loss_led``.
     """
 
     label: str  # the method as written
@@ -111,6 +114,9 @@ class Run:
     steps: int = 0  # of the optimizer
     rows_seen: int = 0  # that went through a forward for training, without those of models that only score
     rows_backpropagated: int = 0  # whose gradient was asked for; where they are thinned, on average over the blocks
+    flops: float | None = None  # of all steps, by the mean of those that were counted; None if none was
+    uncounted: list[str] = field(default_factory=list[str])  # ops in them that no formula counts
+    tested: list[float] = field(default_factory=list[float])  # 1 if it is predicted rightly, else 0; tokens: minus loss
     curve: list[Point] = field(default_factory=list[Point])  # one per epoch
     loss_shares: list[LossShare] = field(default_factory=list[LossShare])  # after the first epoch, half-way, at the end
     chosen: list[int] = field(default_factory=list[int])  # how often a selecting step chose the row
@@ -135,8 +141,12 @@ def _over_seeds(values: Sequence[float]) -> Json:
 def summarise(settings: Settings, where: Json, data: Dataset, runs: Sequence[Run], *, finished: bool) -> Json:
     """The content of ``results.json``: conditions, one entry per method, every run's curve, the hardest rows."""
     by_method = {method: [run for run in runs if run.label == method.label] for method in settings.parsed_methods}
-    full_s = {run.seed: run.train_s for run in runs if run.label == "full"}
-    methods = [_summarise_method(method, mine, full_s) for method, mine in by_method.items() if mine]
+    full = {run.seed: run for run in runs if run.label == "full"}
+    methods = [_summarise_method(method, mine, full) for method, mine in by_method.items() if mine]
+    tested = {run.label: {each.seed: each.tested for each in runs if each.label == run.label} for run in runs}
+    for method in methods:
+        others = (label for label in tested if label != method["label"])
+        method["against"] = {other: paired(tested[method["label"]], tested[other]) for other in others}
     return {
         "finished": finished,
         "verdict": verdict(methods, seconds=settings.seconds, task=TASKS[data.unit]),
@@ -156,8 +166,11 @@ def summarise(settings: Settings, where: Json, data: Dataset, runs: Sequence[Run
     }  # fmt: skip
 
 
-def _summarise_method(method: Method, mine: Sequence[Run], full_s: dict[int, float]) -> Json:
-    ratios = [run.train_s / full_s[run.seed] for run in mine if run.seed in full_s]
+def _summarise_method(method: Method, mine: Sequence[Run], full: Mapping[int, Run]) -> Json:
+    ratios = [run.train_s / full[run.seed].train_s for run in mine if run.seed in full]
+    counts = [(run.flops, other.flops) for run in mine if (other := full.get(run.seed))]
+    flops = [run.flops for run in mine if run.flops]
+    flop_ratios = [own / others for own, others in counts if own and others]
     perplexities = [run.perplexity for run in mine if run.perplexity is not None]
     return {
         "label": method.label, "name": method.name, "engine": mine[0].engine, "seeds": [run.seed for run in mine],
@@ -165,6 +178,9 @@ def _summarise_method(method: Method, mine: Sequence[Run], full_s: dict[int, flo
         "perplexity": _over_seeds(perplexities) if perplexities else None,
         "train_s": _over_seeds([run.train_s for run in mine]),
         "ratio_to_full": _over_seeds(ratios) if ratios else None,
+        "flops": _over_seeds(flops) if flops else None,
+        "flops_to_full": _over_seeds(flop_ratios) if flop_ratios else None,
+        "uncounted": sorted({op for run in mine for op in run.uncounted}),
         "rows_seen": fmean(run.rows_seen for run in mine),
         "rows_backpropagated": fmean(run.rows_backpropagated for run in mine),
         "selected": any(point.kept < 1 for run in mine for point in run.curve),
@@ -172,12 +188,41 @@ def _summarise_method(method: Method, mine: Sequence[Run], full_s: dict[int, flo
     }  # fmt: skip
 
 
+def paired(mine: Mapping[int, Sequence[float]], others: Mapping[int, Sequence[float]]) -> Json:
+    """A paired t test of one method beside another, by the values of each test row (larger is better) by seed.
+
+    The variance of the mean difference is the sum of two: over the rows, each with its mean over the seeds, and over
+    the seeds, each with its mean over the rows. Each counts by its own degrees of freedom, and p is the mean of the two
+    p, weighed by these variances. Noise of a single row in a single seed is in both, so p is rather too large.
+
+    Returns:
+        The mean difference ``gain``; ``p``, two-sided and not corrected, None where fewer than two seeds have both;
+        ``rows``: how many test rows. With one value for each seed the test is over the seeds alone.
+    """
+    from scipy.special import stdtr
+
+    seeds = sorted({*mine} & {*others})
+    if len(seeds) < 2:
+        return {"gain": None, "p": None, "rows": 0}
+    apart = np.array([mine[seed] for seed in seeds]) - np.array([others[seed] for seed in seeds])
+    gain, rows = float(apart.mean()), apart.shape[1]
+    over_rows = apart.mean(0).var(ddof=1) / rows if rows > 1 else 0.0
+    over_seeds = apart.mean(1).var(ddof=1) / len(seeds)
+    both = over_rows + over_seeds
+    if both == 0:
+        return {"gain": gain, "p": float(gain == 0), "rows": rows}
+    t = -abs(gain) / math.sqrt(both)
+    tails = over_rows * stdtr(max(1, rows - 1), t) + over_seeds * stdtr(len(seeds) - 1, t)
+    return {"gain": gain, "p": float(2 * tails / both), "rows": rows}
+
+
 def verdict(methods: Sequence[Json], *, seconds: float | None, task: Task = TASKS["row"]) -> str:
     """Judge the methods against ``random`` and ``full``, as far as the seeds allow, by the figure of ``task``.
 
-    A difference of the figure counts if it is larger than the spread of both sides together (the root of the sum of
-    their squares). The best method is always named, and what is missing. Fewer than three seeds get no judgement, only
-    their means. ``methods`` are those of ``results.json``; ``seconds`` is the budget, None if it was epochs.
+    A difference counts if :func:`paired` has a p below LEVEL over the number of methods that choose. The best method is
+    always named, and what is missing. Times that vary over the seeds more than they differ from full's are not
+    compared. Fewer than three seeds get no judgement, only their means. ``methods`` are those of ``results.json``;
+    ``seconds`` is the budget, None if it was epochs.
     """
     full = next((method for method in methods if method["name"] == "full"), None)
     others = [method for method in methods if method["name"] != "full"]
@@ -186,11 +231,13 @@ def verdict(methods: Sequence[Json], *, seconds: float | None, task: Task = TASK
         plain = {method["label"].removeprefix(f"{PLAIN}@"): method for method in others if method["name"] == PLAIN}
         others = [method for method in others if method["name"] != PLAIN]
         selecting = [method for method in others if method["selected"]]
-        judge = _Judge(task, full)
+        judge = _Judge(task, full, len(selecting))
         seeds = min(len(method["seeds"]) for method in (full, *selecting, *plain.values()))
         judged = selecting if seeds >= ENOUGH_SEEDS else []
         found |= {
-            "selecting": selecting, "seeds": seeds, "means": judge.means([*selecting, *plain.values()]),
+            "selecting": selecting, "seeds": seeds, "judge": judge, "level": LEVEL, "judged": judged,
+            "untimed": [method["label"] for method in others if seconds is None and not _is_timed(method)],
+            "means": judge.means([*selecting, *plain.values()]),
             "plain": judge.against_plain(judged, plain), "random": judge.against_random(judged, others),
             "against_full": judge.against_full(judged) if judged and seconds is None else None,
             "in_time": judge.in_time(judged) if judged and seconds is not None else None,
@@ -207,6 +254,7 @@ class _Judge:
 
     task: Task
     full: Json
+    count: int  # of the methods that are judged
 
     def worth(self, method: Json) -> float:
         """The figure of a method, so that more is better."""
@@ -216,8 +264,12 @@ class _Judge:
     def gain(self, method: Json, other: Json) -> float:
         return self.worth(method) - self.worth(other)
 
+    def p(self, method: Json, other: Json) -> float:
+        """Of their difference, corrected for the number of methods."""
+        return min(1.0, self.count * method["against"][other["label"]]["p"])
+
     def is_better(self, method: Json, other: Json) -> bool:
-        return self.gain(method, other) > math.hypot(*(each[self.task.figure]["spread"] for each in (method, other)))
+        return method is not other and method["against"][other["label"]]["gain"] > 0 and self.p(method, other) < LEVEL
 
     def means(self, others: Sequence[Json]) -> list[Json]:
         """Full, random and the best method, the best first."""
@@ -277,6 +329,12 @@ class _Judge:
         return {"method": best, "difference": difference, "differs": differs}
 
 
+def _is_timed(method: Json) -> bool:
+    """Whether its time differs from full's by more than the ratio of both varies over the seeds."""
+    ratio = method["ratio_to_full"]
+    return not ratio or ratio["spread"] is None or abs(1 - ratio["mean"]) > ratio["spread"]
+
+
 def _more_rows(method: Json, control: Json) -> float:
     return method["rows_backpropagated"] / max(1, control["rows_backpropagated"]) - 1
 
@@ -322,11 +380,21 @@ def show_comparison(console: Console, results: Json) -> None:
     """Print the methods' table, where the time went, and the verdict."""
     methods: list[Json] = results["methods"]
     task = task_of(results)
-    columns = ("method", "engine", task.title, "training, s", "x full", f"{task.unit}s seen", "kept of seen")
+    columns = (
+        "method",
+        "engine",
+        task.title,
+        "training, s",
+        "x full",
+        "FLOPs, x full",
+        f"{task.unit}s seen",
+        "kept of seen",
+    )
     rows = [
         (
             method["label"], method["engine"], task.over_seeds(method), with_spread(method["train_s"], 1, 1),
             with_spread(method["ratio_to_full"], 1, 2) if method["ratio_to_full"] else "-",
+            f"{method['flops_to_full']['mean']:.2f}" if method["flops_to_full"] else "-",
             f"{method['rows_seen']:,.0f}", f"{100 * method['rows_backpropagated'] / method['rows_seen']:.0f} %",
         )
         for method in methods

@@ -14,13 +14,14 @@ from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import render_report
 from rowprop.app.compare.results import TASKS, Json, Run, summarise
-from rowprop.app.compare.settings import PLAIN, Settings
+from rowprop.app.compare.settings import PLAIN, Method, Settings
 from rowprop.app.compare.train import check_methods, train
 from rowprop.app.lookup import COMPARE, require_all
 from rowprop.app.page import environment
 from rowprop.app.terminal import say, ticking
 from rowprop.cost.measure import Tick
 from rowprop.errors import InvalidInput
+from rowprop.step.small import unwarned
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,11 @@ class Outcome:
 def compare(settings: Settings, out: Path, *, resume: bool = False, fresh: bool = False) -> Outcome:
     """Train the methods side by side and write ``results.json`` and ``report.html`` into ``out``, made where missing.
 
-    Seeds are the outer loop, so that a slow hour of the machine hits all methods; the first method is another one for
-    each seed. Each run is kept in ``out/runs`` once it is finished: ``resume`` goes on with those, and starts if there
-    are none; ``fresh`` sets the comparison in ``out`` aside, as ``out/earlier-1``. Checks come before the first write.
+    Seeds are the outer loop. The methods of a seed train in turns of one epoch, so that a slow minute of the machine
+    slows all of them, and the models of all are in memory; methods beside another one follow when that one is done. The
+    first method is another one for each seed. Each run is kept in ``out/runs`` once it is finished: ``resume`` goes on
+    with those, and starts if there are none; ``fresh`` sets the comparison in ``out`` aside, as ``out/earlier-1``.
+    Checks come before the first write.
 
     Raises:
         InvalidInput: Data, model, methods, device, settings or folder cannot be used; the sentence says why.
@@ -94,31 +97,52 @@ def _train_missing(
 ) -> None:
     methods, task = settings.parsed_methods, TASKS[data.unit]
     on_device = data.to(settings.torch_device())
-    finished = {(run.label, run.seed) for run in runs}
+    kept = {(run.label, run.seed) for run in runs}
     before = len(runs)
+    fractions: dict[str, float] = {}  # of the runs that are being trained
+
+    def begun(method: Method, seed: int) -> Generator[None, None, Run]:
+        def tick_run(fraction: float, figure: float | None) -> None:
+            reached = "" if figure is None else f": {task.shown(figure)}"
+            fractions[method.label] = fraction
+            done = len(runs) - before + sum(fractions.values())
+            tick(f"{method.label} seed {seed}{reached}", done / (planned - before))
+
+        chosen, rows = settings, None
+        if method.beside:
+            beside = _of(runs, method.beside, seed)
+            if method.name == PLAIN:
+                rows = rows_at_cost(beside, _of(runs, "full", seed), min(settings.batch_rows, len(data.train_y)))
+            else:
+                chosen = replace(settings, keep=beside.rows_backpropagated / beside.rows_seen)
+        return train(chosen, on_device, method, seed, tick_run, rows)
+
     for seed in range(settings.seeds):
-        turned = (*methods[seed % len(methods) :], *methods[: seed % len(methods)])
-        for method in sorted(turned, key=lambda method: bool(method.beside)):  # those follow their method
-            if (method.label, seed) in finished:
-                continue
-            name = f"{method.label} seed {seed}"
+        turned = [*methods[seed % len(methods) :], *methods[: seed % len(methods)]]
+        missing = [method for method in turned if (method.label, seed) not in kept]
+        for beside in (False, True):  # those follow their method
+            training = {method: begun(method, seed) for method in missing if bool(method.beside) is beside}
+            for method, run in _in_turns(training):
+                fractions.pop(method.label, None)
+                with _saying_kept(runs, planned):
+                    folder.save(run)
+                runs.append(run)
+                reached = f"{task.shown(getattr(run, task.figure))}, {run.train_s:.1f} s"
+                say(f"{method.label} seed {seed}: {reached}; {len(runs)} of {planned} runs")
 
-            def tick_run(fraction: float, figure: float | None, name: str = name) -> None:
-                reached = "" if figure is None else f": {task.shown(figure)}"
-                tick(name + reached, (len(runs) - before + fraction) / (planned - before))
 
-            chosen, rows = settings, None
-            if method.beside:
-                beside = _of(runs, method.beside, seed)
-                if method.name == PLAIN:
-                    rows = rows_at_cost(beside, _of(runs, "full", seed), min(settings.batch_rows, len(data.train_y)))
-                else:
-                    chosen = replace(settings, keep=beside.rows_backpropagated / beside.rows_seen)
-            run = train(chosen, on_device, method, seed, tick_run, rows)
-            with _saying_kept(runs, planned):
-                folder.save(run)
-            runs.append(run)
-            say(f"{name}: {task.shown(getattr(run, task.figure))}, {run.train_s:.1f} s; {len(runs)} of {planned} runs")
+def _in_turns(training: dict[Method, Generator[None, None, Run]]) -> Generator[tuple[Method, Run]]:
+    """Train each method for an epoch, again and again; yield each one's run when it has ended."""
+    while training:
+        for method, run in list(training.items()):
+            with unwarned():
+                try:
+                    next(run)
+                    continue
+                except StopIteration as end:
+                    ended: Run = end.value
+            del training[method]
+            yield method, ended
 
 
 def _of(runs: list[Run], label: str, seed: int) -> Run:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +18,22 @@ from torch.nn import functional as F
 from rowprop import thin
 from rowprop.app.compare.data import PADDING, Dataset
 from rowprop.app.compare.models import build_model
-from rowprop.app.compare.results import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
+from rowprop.app.compare.results import COUNT_EVERY, PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
 from rowprop.app.compare.settings import ADAMW, CUT, FULL, Method, Settings
 from rowprop.backprop.pick import Unit
+from rowprop.cost.flops import count_flops
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
 from rowprop.host import drained_s
 from rowprop.scoring import Scored, gradient_norm
-from rowprop.state import evaluating
+from rowprop.state import evaluating, rng_kept
 from rowprop.step.record import Record
-from rowprop.step.small import unwarned
 
 ENDLESS = 1_000_001  # stands for an unknown number of epochs: none is a millionth of them, and none is the last
 EVALUATED = 512  # rows, or tokens, that are evaluated together
 WARMUP_STEPS = 3
+
 WARMUP_SHARE = 0.15  # of the training, in which the learning rate rises
 FULL_AFTER = 0.875  # of the seconds; after them a method that prunes trains all rows
 HOLDOUT_SHARE: dict[Unit, int] = {"row": 4, "token": 2}  # two models get this part of the epochs, on half of the rows
@@ -97,7 +100,10 @@ class Stepper:
         kind = torch.optim.AdamW if settings.model in ADAMW else sgd
         self.optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=self.lr)
         self.phases_s = dict.fromkeys(PHASES, 0.0)
-        self.optimizer_steps = 0
+        self.optimizer_steps = self._steps = self._counted_steps = self._counted_flops = 0
+        self.other_flops = 0.0  # of models that only score
+        self.uncounted: set[str] = set()  # ops without a formula
+        self._last_s = dict.fromkeys(PHASES, 0.0)  # of the last step that was not counted
         self._data = data
         self._kind = method.kind
         budget = {
@@ -120,6 +126,28 @@ class Stepper:
     def train_s(self) -> float:
         """Training time so far."""
         return sum(self.phases_s.values())
+
+    @property
+    def flops(self) -> float | None:
+        """Of all steps so far, by the mean of the counted ones, and of models that only score; None if none counted."""
+        counted = self._counted_steps
+        return self._counted_flops / counted * self._steps + self.other_flops if counted else None
+
+    def _counting_step(self, *given: Any) -> tuple[Tensor, Record | None]:
+        """Take a step; in every COUNT_EVERY-th, count FLOPs. Counting takes time, so the step before tells its time."""
+        counts = self._steps % COUNT_EVERY == COUNT_EVERY // 2
+        self._steps += 1
+        begun_s = dict(self.phases_s)
+        with count_flops() if counts else nullcontext() as flops:
+            loss, record = self.step(*given)
+        if flops is None:
+            self._last_s = {phase: self.phases_s[phase] - begun_s[phase] for phase in PHASES}
+            return loss, record
+        self.phases_s |= {phase: begun_s[phase] + self._last_s[phase] for phase in PHASES}
+        self._counted_steps += 1
+        self._counted_flops += flops.total_flops
+        self.uncounted.update(flops.uncounted)
+        return loss, record
 
     def steps(
         self, rows: Tensor, shuffle: torch.Generator, epochs: int | None, seconds: float | None
@@ -146,7 +174,7 @@ class Stepper:
             told = 0.0 if epoch == 0 and seconds is not None and self._kind.whole_first_epoch else None
             for index in range(batches):
                 chunk = order[index * self.batch_rows :][: self.trained_rows]
-                loss, record = self.step(chunk, progress, index, told)
+                loss, record = self._counting_step(chunk, progress, index, told)
                 if seconds is not None:
                     progress = min(1.0, (self.train_s - begun_s) / seconds)
                 else:
@@ -214,11 +242,12 @@ def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
                 stepper.step(torch.arange(stepper.batch_rows), progress=0.5, batch_index=0)
 
 
-@unwarned()
 def train(
     settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick, rows: int | None = None
-) -> Run:  # fmt: skip
-    """Train one method with one seed, on all rows of each batch or on the first ``rows`` of them.
+) -> Generator[None, None, Run]:  # fmt: skip
+    """Train one method with one seed, on all rows of each batch or on the first ``rows`` of them; return its run.
+
+    It stops after each epoch but the last, and goes on with its own random state, so others may train in between.
 
     The seed fixes the model's start and, but for methods that draw their own, the order of the rows. Evaluation,
     counting which rows were chosen, and three warm-up steps on a throwaway copy happen outside the clock. ``tick`` is
@@ -265,11 +294,17 @@ def train(
         run.curve.append(Point(epochs, run.train_s, run.accuracy, mean_loss, kept_share, run.perplexity))
         loss_sum, seen, kept = torch.zeros_like(loss_sum), 0, 0
         tick(taken.progress, getattr(run, figure))
+        run.flops, run.uncounted = stepper.flops, sorted(stepper.uncounted)
         half_way = taken.progress >= 0.5 and len(run.loss_shares) == 1
         if taken.progress >= 1 or half_way or not run.loss_shares:
             losses, predicted = judge(stepper.model, data.train_x, data.train_y)
             _check_finite(losses, f"loss of {method.label} in evaluation mode", settings, seed, run.steps)
             run.loss_shares.append(LossShare(epochs, hardest_share(losses[data.counted(data.train_y)])))
+        if taken.progress < 1:
+            with rng_kept([stepper.model], None):
+                yield
+            continue
+        run.tested = worth_of_rows(tested, answers, data)
     if method.kind.loss_led and data.unit == "row":
         run.chosen, run.offered, run.predicted = chosen.tolist(), offered.tolist(), predicted.tolist()
         run.final_losses = [round(float(loss), 4) for loss in losses]
@@ -287,12 +322,13 @@ def _prepared(
     for index in range(WARMUP_STEPS):
         warm.step(torch.arange(warm.trained_rows), progress=0.5, batch_index=index)
     tick(0.0, None)
-    spent_s = 0.0
+    spent_s = spent_flops = 0.0
     if method.kind.needs_irreducible:
-        irreducible, spent_s = irreducible_losses(settings, data, seed)
+        irreducible, spent_s, spent_flops = irreducible_losses(settings, data, seed)
     torch.manual_seed(seed)
     stepper = Stepper(model, method, settings, data, seed, irreducible, rows)
     stepper.phases_s["score"] += spent_s
+    stepper.other_flops = spent_flops
     return stepper
 
 
@@ -302,14 +338,15 @@ def _check_finite(losses: Tensor, name: str, settings: Settings, seed: int, step
         raise InvalidInput(f"the {name} with seed {seed} is not finite after {steps} steps; {remedy}")
 
 
-def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Tensor, float]:
+def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Tensor, float, float]:
     """Train two models on half of the training rows each, and have each judge the other half.
 
     They are made as the compared model, and trained plainly, with a rate that decays in that time: for a quarter of
     the epochs each, or for an eighth of the seconds each; for tokens, twice as long. Losses may not be infinite or NaN.
 
     Returns:
-        The loss of each training row, shape (M,), or of each of its tokens, (M, T), on the device; the seconds it took.
+        The loss of each training row, shape (M,), or of each of its tokens, (M, T), on the device; the seconds it took,
+        and the FLOPs.
 
     References:
         Mindermann et al., ICML 2022, arXiv:2206.07137: the variant without a holdout set.
@@ -319,7 +356,7 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
     shuffled = torch.randperm(total_rows, generator=generator)
     halves = shuffled[: total_rows // 2], shuffled[total_rows // 2 :]
     losses = torch.zeros(data.train_y.shape, device=data.train_x.device)
-    spent_s = 0.0
+    spent_s = spent_flops = 0.0
     share = HOLDOUT_SHARE[data.unit]
     epochs = max(1, round((settings.epochs or 0) / share))
     seconds = None if settings.seconds is None else settings.seconds / (2 * share)
@@ -333,8 +370,11 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
         where = others.to(losses.device)
         losses[where], _ = judge(stepper.model, data.train_x[where], data.train_y[where])
         spent_s += stepper.train_s + drained_s() - begin_s
+        with count_flops() as flops:  # counting takes time, so they judge again
+            judge(stepper.model, data.train_x[where], data.train_y[where])
+        spent_flops += (stepper.flops or 0.0) + flops.total_flops
         _check_finite(losses[where], "loss under a model that only scores", settings, seed, stepper.optimizer_steps)
-    return losses, spent_s
+    return losses, spent_s, spent_flops
 
 
 def _model_for(settings: Settings, data: Dataset) -> nn.Module:
@@ -353,6 +393,18 @@ def judge(model: nn.Module, inputs: Tensor, wanted: Tensor) -> tuple[Tensor, Ten
             losses[part] = F.cross_entropy(logits, wanted[part].flatten(), reduction="none").view_as(wanted[part])
             predicted[part] = logits.argmax(dim=1).view_as(wanted[part])
     return losses, predicted
+
+
+def worth_of_rows(losses: Tensor, answers: Tensor, data: Dataset) -> list[float]:
+    """Of each test row, 1 where its answer is right, else 0; of a row of tokens, minus its share of their mean loss.
+
+    The mean over the rows is the accuracy, or minus the logarithm of the perplexity.
+    """
+    if data.unit == "row":
+        return [float(right) for right in answers == data.test_y]
+    counted = data.counted(data.test_y)
+    shares = (losses.double() * counted).sum(1) * (len(counted) / counted.sum())
+    return [-round(float(share), 6) for share in shares]
 
 
 def hardest_share(losses: Tensor) -> list[float]:
