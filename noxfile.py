@@ -164,11 +164,16 @@ def waits(session: nox.Session) -> None:
 
 @nox.session(python=interpreter("3.11"))
 def families(session: nox.Session) -> None:
-    """Check models of torchvision, timm and transformers, and functions of others; `-- --page` writes the page."""
+    """Check models of torchvision, timm and transformers, and functions of others; `-- --page` writes the page.
+
+    `-- --all` checks every class of five of transformers' auto mappings: about 25 minutes.
+    """
     # An environment of their own: PyPI's torchvision is built for CUDA, and breaks other packages' imports.
     session.install(TORCH, *FAMILIES, "-e", ".", "-c", "constraints.txt")
     if session.posargs == ["--page"]:
         session.run("python", "-W", "ignore", "tools/model_families.py")
+    elif session.posargs[:1] == ["--all"]:
+        session.run("python", "-W", "ignore", "tools/transformers_all.py", *session.posargs[1:], env=ONE_THREAD)
     else:  # Triton's interpreter runs Liger's kernels on the CPU
         session.run(
             "pytest", *files("families liger float8 bitsandbytes"), *session.posargs, env={"TRITON_INTERPRET": "1"}
