@@ -1,4 +1,4 @@
-"""Custom functions of torch, Liger, TRL, transformers, torchao and bitsandbytes, known by name.
+"""Custom functions of torch and of other libraries, from Liger to Brevitas, known by name.
 
 No library is imported for them. Liger's kernels work over the last dimension. Some backwards write over the gradient or
 a saved tensor: they get copies.
@@ -71,17 +71,39 @@ def _rms_norm(node: Any, backward: Any, g: Any) -> Any:
     return _run(node, backward, g, saved=saved, returned=(0, ...))
 
 
-@function_rule("liger_kernel.ops.sparsemax.LigerSparsemaxFunction")
 def _sparsemax(node: Any, backward: Any, g: Any) -> Any:
     if type(g) is RowSlice and node.dim % g.ndim == g.dim:
         return Densify("the function works over the rows' own dimension")
     return _run(node, backward, g, saved=0, returned=(0, ...))
 
 
-@function_rule("liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction")
 def _cross_entropy(node: Any, backward: Any, *grads: Any) -> Any:
     """With ``reduction="none"``: the forward has made the logits' gradient, and the backward scales it."""
     return on_kept_rows(node, grads, saved=0, grads=(0, ...), outputs=(0, ...))
+
+
+def _straight_through(node: Any, backward: Any, g: RowSlice) -> Any:
+    """Rounding or clamping, entry by entry, with the gradient of the identity."""
+    returned = cast(Any, type(node)).apply(node, g.values)
+    first, *others = returned if isinstance(returned, tuple) else (returned,)
+    return g.like(first), *others
+
+
+_LIKE_SPARSEMAX = """liger_kernel.ops.sparsemax.LigerSparsemaxFunction entmax.activations.SparsemaxFunction
+entmax.activations.Entmax15Function pytorch_tabnet.sparsemax.SparsemaxFunction
+pytorch_tabnet.sparsemax.Entmax15Function"""
+_LIKE_CROSS_ENTROPY = """liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction entmax.losses.SparsemaxLossFunction
+entmax.losses.SparsemaxBisectLossFunction entmax.losses.Entmax15LossFunction
+entmax.losses.EntmaxBisectLossFunction"""
+_ROUNDED = """RoundSteFn RoundToZeroSteFn DPURoundSteFn CeilSteFn FloorSteFn BinarySignSteFn TernarySignSteFn
+ScalarClampSteFn ScalarClampMinSteFn TensorClampSteFn InplaceTensorClampSteFn"""
+
+for _name in _LIKE_SPARSEMAX.split():
+    function_rule(_name)(_sparsemax)
+for _name in _LIKE_CROSS_ENTROPY.split():
+    function_rule(_name)(_cross_entropy)
+for _name in _ROUNDED.split():
+    function_rule(f"brevitas.ops.autograd_ste_ops.{_name}", positions=True)(_straight_through)
 
 
 @function_rule("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction")
