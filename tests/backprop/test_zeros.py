@@ -705,6 +705,19 @@ class RowLosses(nn.Module):
         return self.head(x).square().mean(2)[:, :2].sum(1)
 
 
+class Paths(nn.Module):
+    """Rows whose tokens all count on one path, and some of them on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.all, self.some, self.head = (nn.Linear(WIDTH, width) for width in (WIDTH, WIDTH, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.unsqueeze(1) * torch.arange(1.0, T + 1)[:, None]
+        return self.head(self.all(tokens).mean(1) + (self.some(tokens) * SOME[: len(x), :, None]).sum(1))
+
+
 class Segmenter(nn.Module):
     """Its head is of 1x1 convolutions."""
 
@@ -769,6 +782,7 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], str
     "tokens that are rows": (flat, of_tokens, "head", "token"),
     "rows that become tokens": (latent, lambda m: of_tokens(m, SOME, X[:N]), "4", "token"),
     "rows": (mlp, lambda m: of_first(m(X), 4), "2", "row"),
+    "rows, and tokens below": (Paths, lambda m: of_first(m(X[:N]), 2), "head", "row"),
     "none live": (mlp, lambda m: of_first(m(X), 4) * 0.0, "2", "row"),
     "images": (pixels, lambda m: m(torch.ones(6, 3, 5, 5)).square().mean((1, 2, 3))[:2].sum(), "2", "row"),
 }

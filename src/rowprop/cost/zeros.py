@@ -200,17 +200,21 @@ class _Measure(flops.Counter):
         return _made_by(line, look)
 
     def _arrived_sliced(self, line: _Line, dims: tuple[int, ...], grad: RowGrad, layout: Layout) -> RowSlice | None:
-        """A sliced gradient came: single tokens may be skipped of whole rows, else the place is not measured."""
+        """A sliced gradient came: the place is not measured, or what the place above saves would not be known.
+
+        Where ``skip_zeros`` of one module looks at both, single tokens of whole rows may be skipped here.
+        """
         above = flops.makers_of((grad,), {})
         whole = isinstance(grad.sliced, RowSlice) and grad.sliced.layout == Layout(layout.dim, layout.parts[0].size)
-        if above and layout.minor and whole:
+        line.above |= above
+        of_one = above and set(line.paths).intersection(*(each.paths for each in above))
+        if of_one and layout.minor and whole:
             look = line.skip.look(grad, layout, dims)
             if look.found is not None:
                 line.looks.append(look)
                 for each in above:
                     each.below.add(line)
                 return _made_by(line, look)
-        line.above |= above
         return None
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], makers: frozenset[Any]) -> Any:
