@@ -791,6 +791,7 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], str
 @pytest.mark.parametrize("training", TRAININGS)
 # Red when: an op's cost at full size is left out; FLOPs of a rule's own ops count as plain; what two places saved
 # together counts for one of them; a place below a sliced gradient is promised something.
+# Also red where a place is left out because tokens of its rows can be skipped below.
 def test_what_it_predicts_is_what_is_saved(training: str):
     make, loss_of, place, unit = TRAININGS[training]
     model = make()
