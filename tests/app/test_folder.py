@@ -154,11 +154,11 @@ def test_a_second_comparison_that_was_killed_is_not_taken_for_the_finished_first
     def killed(*_: object) -> None:
         raise MemoryError  # ends the process as far as the folder can tell
 
-    calls = iter([train, killed])
+    calls = iter([train, train, killed])  # the two methods of a seed take turns
     monkeypatch.setattr(run_module, "train", lambda *given: next(calls)(*given))
     compare(finished, "--fresh", "--lr", "0.01")
     assert not (finished / "results.json").exists()
-    stays(finished, said="holds a comparison with 1 finished run; add --resume")
+    stays(finished, said="holds a comparison with 2 finished runs; add --resume")
     others = f"the runs in {finished} were made with other settings (lr was 0.01 and is now 0.05)"
     stays(finished, "--resume", said=others)
     shutil.copy(finished / "runs" / "full-seed0.json", first := finished / "earlier-1" / "runs")
