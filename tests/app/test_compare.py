@@ -393,19 +393,24 @@ def test_flops_are_those_of_the_steps():
 
 def test_a_counted_step_takes_the_time_of_the_step_before(monkeypatch: pytest.MonkeyPatch):
     # Red where counting, which is slow, is on the clock.
-    late, count = [0.0], train_module.count_flops
+    now, pace, counted, count = [0], [1], [], train_module.count_flops
 
     @contextlib.contextmanager
     def slow():
-        late[0] += 1000
+        pace[0] = 1000
         with count() as flops:
             yield flops
+        pace[0] = 1
+        counted.append(flops)
 
-    looks = itertools.count()
-    monkeypatch.setattr(time, "perf_counter", lambda: next(looks) + late[0])
+    def look() -> int:
+        now[0] += pace[0]
+        return now[0]
+
+    monkeypatch.setattr(time, "perf_counter", look)
     monkeypatch.setattr(train_module, "count_flops", slow)
     run = train_one("full")
-    assert late == [2000.0]
+    assert len(counted) == 2 and now[0] > 2 * 4000
     assert run.train_s == 12 * 4  # data, forward, backward and optimizer each take a look
     assert {phase for phase in PHASES if run.phases_s[phase]} == {"data", "forward", "backward", "optimizer"}
 
