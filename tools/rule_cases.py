@@ -116,6 +116,28 @@ tanhshrink hardshrink softshrink logsigmoid sigmoid tanh""".split():
 for name in """exp log1p sin cos abs sqrt rsqrt square reciprocal erf atan tan sinh expm1 lgamma digamma sigmoid logit
 frac round sign trunc""".split():
     cases(f"(N, 5) t_{name}: torch.{name}(x.abs() * 0.3 + 0.2)")
+# Steps, whose gradient is zero by the formula: of the gradient for some, of the input for others. Red without the zeros'
+# layout, or where the latter stay plain.
+for name, step in {
+    **{name: f"y.{name}()" for name in "sign sgn round floor ceil trunc angle exponential_ normal_".split()},
+    **{f"{name}_": f"y.{name}_(y.detach() * 0.9)" for name in "eq ne ge gt le lt".split()},
+    "decimals": "y.round(decimals=1)",
+    "floor_divide": 'torch.div(y, y + 3, rounding_mode="floor")',
+    "fill": "y.fill_(2.0)",
+    "bernoulli": "torch.bernoulli(y.sigmoid())",
+    "bernoulli_": "y.bernoulli_(y.sigmoid())",
+    "poisson": "torch.poisson(y.abs())",
+    "normal": "torch.normal(y, y.abs())",
+    "copysign": "torch.copysign(y, 1 - y)",
+    "nextafter": "torch.nextafter(y, y.exp())",
+    "gated": "y.sign() * y.floor() + y.trunc()",
+    "scaled": "torch.where(y > 0, 3 * y.round(), 0)",
+    "read": "y.round().gather(1, idx)",
+    "joined": "torch.cat([y.round(), torch.stack([y[:, :4], y[:, 1:]], 1).floor().flatten(1)], 1)",
+    "parts": "torch.cat([part.round() for part in torch.cat([y, y], 1).chunk(3, 1)[::2]], 1)",
+    "time_first": "turned(lambda z: z.round(), y.view(N, 5, 1)).sum(2)",
+}.items():
+    cases(f"(N, 5) step_{name}: (lambda y: x[:, :3] * ({step}).sum(1, keepdim=True))(x.roll(1, 1) * 2)")
 bl = nn.Bilinear(4, 4, 3).double()
 case("bilinear", (N, 4), lambda x: bl(x, x * 2), tuple(bl.parameters()))
 cases("""

@@ -36,7 +36,7 @@ in_place_spectrum_conj_imag: _neg_view
 in_place_rows in_place_of_time_first: as_strided; ln_over_batch: native_layer_norm_backward; put: put; roll_none: roll
 gn2d_over_batch_channels_last: native_group_norm_backward; max_pool_over_batch: max_pool2d_with_indices_backward
 avg_pool_over_batch avg_pool_over_lines: avg_pool2d_backward; upsample_batch: upsample_linear1d_backward
-conv_over_batch: convolution_backward; t_round t_sign t_trunc: tanh_backward; softmax_batch: _softmax_backward_data
+conv_over_batch: convolution_backward; softmax_batch: _softmax_backward_data
 bn_train bn_train_rows_last: native_batch_norm_backward; bn_any: batch_norm_backward; catb: slice.Tensor
 emb_freq emb_width: embedding_dense_backward; embag_freq embag_width: _embedding_bag_backward; gather_each: scatter_add
 index_add_one: squeeze.dim; scatter_partial scatter_reduce_each: add.Tensor gather; rot90_rows: rot90
@@ -175,6 +175,21 @@ def test_batchnorm_projects_over_the_kept_rows(shape: tuple[int, ...], affine: b
     if affine:  # these are exact: only kept rows have a gradient to sum
         torch.testing.assert_close(w.grad, (g * xhat).sum(dims))
         torch.testing.assert_close(b.grad, g.sum(dims))
+
+
+@pytest.mark.parametrize("step", ["sign", "floor"])
+def test_the_nan_of_a_row_that_was_not_kept_does_not_come_back_through_a_step(step: str):
+    # Red when: the zeros of the step have all rows. Zero times the infinite slope of the root at 0 is NaN.
+    x, w = aux(N, 4).double(), param(4, 3)
+    x[0] = 0
+
+    def losses(x: Tensor) -> Tensor:
+        roots = (x @ w).abs().sqrt()
+        return (roots + getattr(roots, step)()).sum(1)
+
+    actual = torch.autograd.grad(rowprop.pick(losses(x), TWO).sum(), w)
+    torch.testing.assert_close(actual, torch.autograd.grad(losses(x[TWO]).sum(), w))
+    assert torch.autograd.grad(losses(x)[TWO].sum(), w)[0].isnan().all()
 
 
 def test_batchnorm_of_one_outlier_is_finite():

@@ -6,6 +6,7 @@ one. The exception is a function with a rule, which says how the function acts o
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from rowprop.backprop.backward import Backward, outer, running
 from rowprop.backprop.rowgrad import RowGrad, plain, unwrap, wrap
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.registry import Rule, rule_of_function
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
 from rowprop.backprop.watch import note, note_densified, watched
 
 
@@ -90,6 +91,10 @@ _JOINS = ("SplitBackward", "SplitWithSizesBackward", "UnsafeSplit", "UnbindBackw
 
 AccumulateGrad: type[Any] = cast(Any, torch)._C._functions.AccumulateGrad  # the nodes of leaves
 
+# The nodes whose formulas (derivatives.yaml) make zeros of an input, not of the gradient. Of complex numbers, which some
+# of these take, the gradient is another.
+_STEPS = re.compile("(Eq|Ne|Ge|Gt|Le|Lt|Poisson|Normal|Bernoulli|Copysign|Nextafter|Sgn|Angle)Backward[0-9]+")
+
 # Types of nodes that are autograd's own formulas and need nothing: a type is read faster than a name.
 _ORDINARY: set[type[Any]] = set()
 
@@ -133,6 +138,8 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
             undo.append(_densify_inputs(node, name) if rule is None else _Override.put(node, rule))
         elif name.startswith(_JOINS):
             undo.append(node.register_prehook(note_unused).remove)
+        elif _STEPS.fullmatch(name):
+            undo.append(node.register_hook(_slice_zeros).remove)
         elif name == "torch::autograd::CopySlices":
             undo += _mark_copying(node)
         elif name == kind.__name__ and not in_python:
@@ -168,7 +175,21 @@ def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 def _rows_of(value: Any) -> RowSet | None:
     inner = unwrap(value) if type(value) is RowGrad else None
-    return inner.rows if type(inner) is RowSlice else None
+    return inner.rows if type(inner) in (RowSlice, Zeros) else None
+
+
+def _slice_zeros(grad_inputs: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A hook on a node that makes plain zeros of its inputs' shapes: hand them on sliced as its gradient is."""
+    g = unwrap(grads[0])
+    if type(g) is not RowSlice:
+        return None
+
+    def of_rows(zeros: Any) -> Any:
+        if type(zeros) is not Tensor or zeros.shape != g.shape or zeros.is_complex():
+            return zeros
+        return RowGrad(Zeros(g.shape, zeros.dtype, zeros.device, g.rows, g.layout))
+
+    return tuple(map(of_rows, grad_inputs))
 
 
 def upstream(start: Any, known: set[Any] | None = None) -> list[Any]:

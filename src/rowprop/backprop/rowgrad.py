@@ -183,7 +183,7 @@ def _unwrap_all(values: Sequence[Any]) -> list[Any]:
     """A list of operands, with zeros that have no memory in the place of the full-size zeros that autograd put in."""
     inner = [unwrap(v) for v in values]
     for v, g in zip(values, tuple(inner), strict=True):
-        if type(v) is RowGrad and type(g) is RowSlice:
+        if type(v) is RowGrad and type(g) in (RowSlice, Zeros):
             for place in v.unused:
                 if isinstance(x := inner[place], Tensor):
                     inner[place] = Zeros(x.shape, x.dtype, x.device, g.rows)

@@ -207,9 +207,12 @@ class RowSlice:
 
 
 class Zeros:
-    """A full-size tensor of zeros, made from a gradient sliced over ``rows``, without memory until it is written to."""
+    """A full-size tensor of zeros, made from a gradient sliced over ``rows``, without memory until it is written to.
 
-    __slots__ = ("device", "dtype", "rows", "shape", "written")
+    ``layout`` says where the rows lie if the zeros have the shape of that gradient.
+    """
+
+    __slots__ = ("device", "dtype", "layout", "rows", "shape", "written")
     order = None
 
     def __init__(
@@ -218,17 +221,20 @@ class Zeros:
         dtype: torch.dtype,
         device: torch.device,
         rows: RowSet,
+        layout: Layout | None = None,
         written: list[RowSlice | Tensor] | None = None,
     ) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
         self.device = device
         self.rows = rows
+        self.layout = layout
         self.written = [] if written is None else written  # the content: a cell that all views of the whole share
 
     def view(self, shape: Sequence[int]) -> Zeros:
         """The same zeros in another shape with as many elements."""
-        return Zeros(shape, self.dtype, self.device, self.rows, self.written)
+        layout = self.layout and view(self.shape, self.layout, shape)
+        return Zeros(shape, self.dtype, self.device, self.rows, layout, self.written)
 
     def split(self) -> RowSlice:
         """Allocate flat zeros for the kept rows, on the premise that the rows are the outermost part of this memory."""
@@ -238,6 +244,14 @@ class Zeros:
         flat = RowSlice(values, rows, Layout(0, rows.num_rows, 1, inner), (prod(self.shape),))
         self.written.append(flat)
         return flat
+
+    def filled(self) -> RowSlice | Zeros:
+        """Allocate zeros for the kept rows, which become the content, if it is known where the rows lie."""
+        if self.layout is None:
+            return self
+        values = torch.zeros(self.layout.kept_shape(self.shape, self.rows.kept), dtype=self.dtype, device=self.device)
+        self.written[:] = [out := RowSlice(values, self.rows, self.layout, self.shape)]
+        return out
 
     def content(self) -> RowSlice | Tensor | Zeros:
         """The present content: these zeros themselves, as long as nothing was written."""
@@ -261,6 +275,11 @@ class Zeros:
         elif type(content) is RowSlice:
             content = self.written[0] = content.dense()
         return cast(Tensor, content)
+
+
+def filled(value: Any) -> Any:
+    """Zeros as a gradient of the kept rows, if it is known where these lie; anything else as it is."""
+    return value.filled() if type(value) is Zeros else value
 
 
 def bring(rows: RowSet, content: RowSlice | Zeros | Tensor, last: Any) -> Any:

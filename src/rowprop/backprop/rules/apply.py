@@ -19,6 +19,7 @@ from rowprop.backprop.sliced import (
     RowSlice,
     Zeros,
     check_readable,
+    filled,
     rows_apart,
     scatter_add,
     whole_rows,
@@ -28,6 +29,8 @@ from rowprop.host import waits
 
 def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a rule on operands that all hold the same rows; a :class:`Densify` says why it cannot run."""
+    lazy = args[:1] if rule.fills_zeros else []
+    args, kwargs = [*lazy, *map_leaves(args[len(lazy) :], filled)], map_leaves(kwargs, filled)
     first: RowSlice | None = None
     zeros = mixes = False
     for value in leaves(args, kwargs):

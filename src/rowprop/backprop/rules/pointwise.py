@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rowprop.backprop.backward import node_name
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, Zeros, check_readable
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, Zeros, check_readable, filled
 from rowprop.backprop.watch import note_densified
 from rowprop.host import waits
 
@@ -85,6 +85,7 @@ def to_copy(op: Any, g: RowSlice, **kwargs: Any) -> Any:
 @rule("mul.Tensor", fills_zeros=True, positions=True)
 def mul(op: Any, a: Any, b: Any) -> Any:
     """Linear in each operand. A product of two gradients is not, so rows that repeat are added up first."""
+    a = filled(a)
     if type(a) is Zeros or type(b) is Zeros:
         zeros, other = (a, b) if type(a) is Zeros else (b, a)
         fits = not isinstance(other, Tensor) or other.ndim == 0 or other.shape == zeros.shape
@@ -192,6 +193,8 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         return b
     if type(b) is Zeros and type(a) is RowSlice and a.shape == b.shape:
         return a
+    if type(a) is Zeros and type(b) is Zeros and a.shape == b.shape:
+        return a
     if type(a) is Zeros or type(b) is Zeros:
         return Densify("the operand is a new tensor of zeros")
     g, other = cast("tuple[RowSlice, Any]", (a, b) if type(a) is RowSlice else (b, a))
@@ -247,7 +250,8 @@ def zeros(op: Any, g: Any, size: Sequence[int] | None = None, **kwargs: Any) -> 
     source = g.values if type(g) is RowSlice else g
     if kwargs.get("device") not in (None, source.device):
         return Densify("the zeros live on another device")
-    return Zeros(g.shape if size is None else size, kwargs.get("dtype") or source.dtype, source.device, g.rows)
+    layout = g.layout if size is None or tuple(size) == g.shape else None
+    return Zeros(g.shape if size is None else size, kwargs.get("dtype") or source.dtype, source.device, g.rows, layout)
 
 
 @rule("new_empty_strided", positions=True)

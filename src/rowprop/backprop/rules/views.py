@@ -17,7 +17,7 @@ from rowprop.backprop.rules.apply import end_to_end, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import AT_ONCE, Affine, Densify, RowSet, RowSlice, Zeros, whole_rows
+from rowprop.backprop.sliced import AT_ONCE, Affine, Densify, RowSet, RowSlice, Zeros, filled, whole_rows
 from rowprop.host import waits
 
 
@@ -156,6 +156,7 @@ def _row_parts(size: Sequence[int], stride: Sequence[int], num_rows: int, per_ro
 @rule("slice.Tensor", positions=True, fills_zeros=True)
 def slice_(op: Any, g: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """Part of a dimension: where it holds rows, rows outside of the slice go on as zeros."""
+    g = filled(g)
     if type(g) is Zeros:  # the gradient of a real Fourier transform is copied into half of them
         part = op(torch.empty(g.shape, device="meta"), dim, start, end, step)
         return as_strided(op, g, part.shape, part.stride(), part.storage_offset())
@@ -323,6 +324,8 @@ def _renumbered(g: RowSlice | Tensor, moves: dict[int, tuple[int, Affine]]) -> t
 @rule("cat", positions=True, fills_zeros=True, apart=True)
 def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a dimension; where it holds rows, each piece's rows get numbers behind those of the piece before."""
+    if RowSlice not in map(type, tensors):
+        tensors = [*map(filled, tensors)]
     g = next((x for x in tensors if type(x) is RowSlice), None)
     if g is None:
         return Densify("the operand is a new tensor of zeros")
@@ -383,6 +386,8 @@ def _end_to_end(tensors: Sequence[Any], dim: int) -> Any:
 @rule("stack", positions=True, fills_zeros=True)
 def stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a new dimension."""
+    if RowSlice not in map(type, tensors):
+        tensors = [*map(filled, tensors)]
     places = [place for place, x in enumerate(tensors) if type(x) is RowSlice]
     g = tensors[places[0]] if places else None
     if g is not None and len(places) == 1 and all(type(x) in (RowSlice, Zeros) for x in tensors):
