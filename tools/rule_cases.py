@@ -138,6 +138,16 @@ for name, step in {
     "time_first": "turned(lambda z: z.round(), y.view(N, 5, 1)).sum(2)",
 }.items():
     cases(f"(N, 5) step_{name}: (lambda y: x[:, :3] * ({step}).sum(1, keepdim=True))(x.roll(1, 1) * 2)")
+
+
+def rotations(x: Tensor) -> Tensor:
+    """The rotation nearest to each matrix, as the Kabsch algorithm finds it: by the sign of a determinant."""
+    u, _, v = torch.linalg.svd(x)
+    sign = torch.det(u @ v).sign().view(-1, 1, 1)
+    return torch.cat([u[..., :2], u[..., 2:] * sign], -1) @ v
+
+
+case("rotations", (N, 3, 3), rotations)
 bl = nn.Bilinear(4, 4, 3).double()
 case("bilinear", (N, 4), lambda x: bl(x, x * 2), tuple(bl.parameters()))
 cases("""
@@ -392,7 +402,9 @@ cases("""
     cumsum: x.cumsum(1); cumsumb: x.cumsum(0); cumprod: x.cumprod(1); cumprod_rows: x.cumprod(0)
     cumprod_zeros: x.relu().cumprod(1); lcse: x.logcumsumexp(1); lse: x.logsumexp(1); prod: x.prod(1); var: x.var(1)
     std: x.std(1); norm: x.norm(dim=1); meanall: x * x.mean(); mean0: x - x.mean(0); stdall: x / x.std()
-(N, 4, 2) cummin: turned(lambda x: x.cummin(0)[0], x); cumprod_time_first: turned(lambda x: x.cumprod(0), x)
+(N, 3) lcse_rows: x.logcumsumexp(0)
+(N, 4, 2) lcse_time_first: turned(lambda x: x.logcumsumexp(-3), x); lcse_last: x.logcumsumexp(-1)
+    cummin: turned(lambda x: x.cummin(0)[0], x); cumprod_time_first: turned(lambda x: x.cumprod(0), x)
 (N, 8) fft: torch.fft.rfft(x).abs()
 (N, 4, 4) fft2: torch.fft.fft2(x).real; rot90: torch.rot90(x, 1, (1, 2))
 (N, N) rot90_rows: torch.rot90(x, 1, (0, 1)); along_rows_and_columns: ((x * square).t() * square).t()

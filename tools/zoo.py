@@ -255,20 +255,6 @@ def neural_ode() -> nn.Module:
     return Net(forward, f=seq(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), head=nn.Linear(D, C))
 
 
-def pose_by_svd() -> nn.Module:
-    """A rotation of each row by the singular vectors of a matrix, with the sign of a determinant; a gate is rounded."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        x = net.first(x).tanh()
-        u, _, v = torch.linalg.svd(net.matrix(x).view(-1, 3, 3))
-        sign = torch.det(u @ v).sign().view(-1, 1, 1)
-        turned = torch.cat([u[..., :2], u[..., 2:] * sign], -1) @ v
-        return net.head(turned.flatten(1) * net.gate(x).sigmoid().round())
-
-    parts = {"first": nn.Linear(D, D), "matrix": nn.Linear(D, 9), "gate": nn.Linear(D, 9), "head": nn.Linear(9, C)}
-    return Net(forward, **parts)
-
-
 def bilinear() -> nn.Module:
     parts = {"a": nn.Linear(D, 3), "b": nn.Linear(D, 5), "join": nn.Bilinear(3, 5, C)}
     return Net(lambda net, x: net.join(net.a(x), net.b(x)), **parts)
@@ -287,7 +273,6 @@ each_label = by_element(F.binary_cross_entropy_with_logits)
 add("MLP", vectors(10), **mlps)
 add("MLP", vectors(D), highway, bilinear, kolmogorov_arnold, neural_ode, **gated)
 add("MLP", vectors(3), radiance_field)
-add("MLP", vectors(D), pose_by_svd, uncounted=("linalg_lu_solve",))
 add("MLP", lambda: (torch.randn(N, 10), torch.rand(N, C).round()), losses=each_label, **several)
 
 

@@ -40,7 +40,7 @@ conv_over_batch: convolution_backward; softmax_batch: _softmax_backward_data
 bn_train bn_train_rows_last: native_batch_norm_backward; bn_any: batch_norm_backward; catb: slice.Tensor
 emb_freq emb_width: embedding_dense_backward; embag_freq embag_width: _embedding_bag_backward; gather_each: scatter_add
 index_add_one: squeeze.dim; scatter_partial scatter_reduce_each: add.Tensor gather; rot90_rows: rot90
-gather_partial: add.Tensor scatter_add; sortbatch: scatter.src; cumsumb cumprod_rows: cumsum; lcse: gt.Scalar log
+gather_partial: add.Tensor scatter_add; sortbatch: scatter.src; cumsumb cumprod_rows: cumsum; lcse_rows: gt.Scalar log
 select_scatter_row: select_scatter
 masked_select max_batch maxall meanall mean0 stdall einsum2 xxt dot mm_batchcontract rms_over_batch: add.Tensor
 mask_set_zero: add.Tensor; matrix_exp_over_rows: cat; dirichlet_over_rows: _Dirichlet
@@ -207,6 +207,16 @@ def test_batchnorm_of_one_outlier_is_finite():
         xhat = (x[7] - x.double().mean(0)) * invstd
         torch.testing.assert_close(w.grad, (upstream[7] * xhat).float(), rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(b.grad, upstream[7])
+
+
+def test_the_search_for_nan_leaves_the_rows_sliced():
+    # Red without a rule for isnan, and where the NaN of a kept row is not found.
+    x, w = aux(N, 4).double(), param(4, 3)
+    with rowprop.watch() as report, torch.autograd.set_detect_anomaly(True):
+        rowprop.pick((x @ w).exp().sum(1), TWO).sum().backward()
+    assert not report.densified and "isnan" in report.sliced
+    with pytest.raises(RuntimeError, match="returned nan"), torch.autograd.set_detect_anomaly(True):
+        rowprop.pick(((x @ w) * 0).sqrt().sum(1), TWO).sum().backward()
 
 
 def test_a_custom_function_that_wrote_to_a_view():

@@ -140,6 +140,8 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
             undo.append(node.register_prehook(note_unused).remove)
         elif _STEPS.fullmatch(name):
             undo.append(node.register_hook(_slice_zeros).remove)
+        elif name.startswith("LogcumsumexpBackward"):
+            undo += _take_rows_alike(node)
         elif name == "torch::autograd::CopySlices":
             undo += _mark_copying(node)
         elif name == kind.__name__ and not in_python:
@@ -175,7 +177,7 @@ def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 def _rows_of(value: Any) -> RowSet | None:
     inner = unwrap(value) if type(value) is RowGrad else None
-    return inner.rows if type(inner) in (RowSlice, Zeros) else None
+    return inner.rows if type(inner) is RowSlice or type(inner) is Zeros else None
 
 
 def _slice_zeros(grad_inputs: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -225,6 +227,27 @@ def _count_unless_sliced(counter: Any, func: Any, types: Any, args: Any = (), kw
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore
         return own(counter, func, types, args, kwargs)
+
+
+def _take_rows_alike(node: Any) -> list[Callable[[], Any]]:
+    """Have a node's formula computed on the kept rows, though its steps map zero to infinity and back."""
+
+    def enter(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        g = unwrap(grads[0])
+        if type(g) is not RowSlice or g.layout.minor or g.rows.absent is not None:
+            return None
+        if g.layout.holds(node._saved_dim % 2**64 % (2**64 - g.ndim)):  # -1 is saved as 2**64 - 1
+            return None
+        inside = RowGrad(g)
+        inside.alike = True
+        return (inside,)
+
+    def leave(grad_inputs: tuple[Any, ...], _: Any) -> None:
+        for grad in grad_inputs:
+            if type(grad) is RowGrad:
+                grad.alike = False
+
+    return [node.register_prehook(enter).remove, node.register_hook(leave).remove]
 
 
 def _mark_copying(node: Any) -> list[Callable[[], Any]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rowprop.backprop.backward import node_name
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
+from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, Op, op_name
 from rowprop.backprop.sliced import NO_RULE, Densify, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
 from rowprop.backprop.watch import note, note_densified
@@ -34,6 +35,7 @@ class RowGrad(Tensor):
     """If this is a view: the gradient viewed, and a function that views a tensor the same way."""
     in_order: bool = True  # whether the elements are all of those in memory, in their order
     unused: tuple[int, ...] = ()  # places beside this gradient, among those of its node, in which autograd puts zeros
+    alike: bool = False  # within a formula that treats all rows alike, but does not map zero to zero at each step
     made: tuple[RowSet, Any] | None = None  # where the device has streams: the rows, and the memory's last stream
 
     @staticmethod
@@ -105,6 +107,10 @@ class RowGrad(Tensor):
         name, writes, views, flat, functional = _traits(func)
         if writes and type(args[0]) is RowGrad:
             return _in_place(func if args[0].full is not None else functional, func, name, args, kwargs)
+        if type(args[0]) is RowGrad and args[0].alike:
+            out = RowGrad(cast(RowSlice, local(func, *map(unwrap, args), **kwargs)))
+            out.alike = True
+            return out
         outcome = _outcome(func, flat, args, kwargs)
         if views and (type(outcome) is not RowSlice or outcome.rows is not args[0].sliced.rows or func is _AS_STRIDED):
             outcome = _viewed(func, outcome, args, kwargs)

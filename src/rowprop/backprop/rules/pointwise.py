@@ -105,7 +105,7 @@ def div(op: Any, a: Any, b: Any) -> Any:
 
 # These ops map zero to zero but are not linear: rows that repeat are added up first.
 @rule("abs", "sgn", "sign", "sqrt", "sin", "sinh", "tan", "tanh", "asin", "asinh", "atan", "expm1", "log1p", "relu",
-      "erf", "floor", "ceil", "round", "trunc", "nan_to_num", positions=True)  # fmt: skip
+      "erf", "floor", "ceil", "round", "trunc", "nan_to_num", "isnan", positions=True)  # fmt: skip
 def nonlinear(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     """Elementwise, with f(0) = 0."""
     return local(op, g.merged(), *args, **kwargs)

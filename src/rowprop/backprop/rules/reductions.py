@@ -35,6 +35,12 @@ def sum_(
     return g.like(out, g.layout if keepdim else lay.remove(g.layout, list(reduced)))
 
 
+@rule("any", "_is_any_true", positions=True)
+def any_(op: Any, g: RowSlice) -> Any:
+    """Whether any entry is nonzero, as the search for NaN under ``detect_anomaly`` asks."""
+    return op(g.values)
+
+
 def _some_parts(g: RowSlice, left: tuple[int, ...]) -> RowSlice:
     """The same values as rows of some parts of their index; the other parts' dimensions have one entry."""
     parts = g.layout.parts
