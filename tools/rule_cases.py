@@ -116,8 +116,8 @@ tanhshrink hardshrink softshrink logsigmoid sigmoid tanh""".split():
 for name in """exp log1p sin cos abs sqrt rsqrt square reciprocal erf atan tan sinh expm1 lgamma digamma sigmoid logit
 frac round sign trunc""".split():
     cases(f"(N, 5) t_{name}: torch.{name}(x.abs() * 0.3 + 0.2)")
-# Steps, whose gradient is zero by the formula: of the gradient for some, of the input for others. Red without the zeros'
-# layout, or where the latter stay plain.
+# Steps, whose gradient is zero by the formula: zeros like the gradient for some, like the input for others. Red when
+# zeros forget where their rows lie, or zeros like the input stay plain.
 for name, step in {
     **{name: f"y.{name}()" for name in "sign sgn round floor ceil trunc angle exponential_ normal_".split()},
     **{f"{name}_": f"y.{name}_(y.detach() * 0.9)" for name in "eq ne ge gt le lt".split()},

@@ -886,7 +886,7 @@ def source_separation() -> nn.Module:
 sounds = {"losses": by_element(F.mse_loss), "uncounted": ("_fft_r2c",)}
 add("recurrent", lambda: (torch.randn(N, 32), torch.randn(N, 32)), source_separation, **sounds)
 add("recurrent", language(), state_space)
-add("recurrent", language(), scan, densifies=("gt.Scalar", "log"))
+add("recurrent", language(), scan)
 
 
 def alignment(model: nn.Module, batch: Batch) -> Tensor:

@@ -91,8 +91,8 @@ _JOINS = ("SplitBackward", "SplitWithSizesBackward", "UnsafeSplit", "UnbindBackw
 
 AccumulateGrad: type[Any] = cast(Any, torch)._C._functions.AccumulateGrad  # the nodes of leaves
 
-# The nodes whose formulas (derivatives.yaml) make zeros of an input, not of the gradient. Of complex numbers, which some
-# of these take, the gradient is another.
+# The nodes whose formulas (derivatives.yaml) make zeros like an input, not like the gradient. Some of them take complex
+# numbers, too, whose gradient is not zero.
 _STEPS = re.compile("(Eq|Ne|Ge|Gt|Le|Lt|Poisson|Normal|Bernoulli|Copysign|Nextafter|Sgn|Angle)Backward[0-9]+")
 
 # Types of nodes that are autograd's own formulas and need nothing: a type is read faster than a name.

@@ -107,7 +107,7 @@ class RowGrad(Tensor):
         name, writes, views, flat, functional = _traits(func)
         if writes and type(args[0]) is RowGrad:
             return _in_place(func if args[0].full is not None else functional, func, name, args, kwargs)
-        if type(args[0]) is RowGrad and args[0].alike:
+        if getattr(args[0], "alike", False):
             out = RowGrad(cast(RowSlice, local(func, *map(unwrap, args), **kwargs)))
             out.alike = True
             return out

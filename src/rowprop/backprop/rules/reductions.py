@@ -38,7 +38,7 @@ def sum_(
 @rule("any", "_is_any_true", positions=True)
 def any_(op: Any, g: RowSlice) -> Any:
     """Whether any entry is nonzero, as the search for NaN under ``detect_anomaly`` asks."""
-    return op(g.values)
+    return op((g if g.values.dtype == torch.bool else g.merged()).values)
 
 
 def _some_parts(g: RowSlice, left: tuple[int, ...]) -> RowSlice:
