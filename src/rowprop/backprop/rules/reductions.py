@@ -12,7 +12,7 @@ from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import NeedsAllRows, RowSlice
+from rowprop.backprop.sliced import RowSlice, whole_rows
 
 
 @rule("sum", "sum.dim_IntList", positions=True)
@@ -22,10 +22,13 @@ def sum_(
     """Over the batch: the sum of the kept rows, a plain tensor. Over other dimensions: local."""
     reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
     if g.layout.minor:
-        left = tuple(place for place, part in enumerate(g.layout.parts) if part.dim not in reduced)
-        if 0 < len(left) < 1 + len(g.layout.minor):
+        parts = g.layout.parts
+        left = tuple(place for place, part in enumerate(parts) if part.dim not in reduced)
+        if 0 < len(left) < len(parts):
             # Of tokens that went through several experts each, all may seem to be kept. A sum over the batch is small.
-            several = left == (0,) and g.rows.kept >= g.layout.parts[0].size
+            several = left == (0,) and g.rows.kept >= parts[0].size
+            if not several and any(part.outer != 1 or part.inner != 1 for part in (parts[0], parts[left[0]])):
+                return sum_(op, whole_rows(g), dims, keepdim, dtype=dtype)  # a part is merged with another dimension
             g = g.coarsened(0) if several else _some_parts(g, left)
             total = sum_(op, g, sorted(reduced), keepdim, dtype=dtype)
             return total.dense() if g.rows.kept >= g.rows.num_rows else total
@@ -45,8 +48,6 @@ def _some_parts(g: RowSlice, left: tuple[int, ...]) -> RowSlice:
     """The same values as rows of some parts of their index; the other parts' dimensions have one entry."""
     parts = g.layout.parts
     first = parts[left[0]]
-    if any(part.outer != 1 or part.inner != 1 for part in (parts[0], first)):
-        raise NeedsAllRows("the sum goes over a part of the rows that is merged with another dimension")
     minor = tuple(parts[place] for place in left[1:])
     rows = g.rows.some_parts(g.layout.sizes, left)
     values = g.values.transpose(parts[0].dim, first.dim)
