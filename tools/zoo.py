@@ -255,6 +255,41 @@ def neural_ode() -> nn.Module:
     return Net(forward, f=seq(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), head=nn.Linear(D, C))
 
 
+def flow() -> nn.Module:
+    """A spline's parameters are read at the entries inside of its range; of the two tails one has no entry."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h, out = net.first(x), torch.zeros(N, D).to(x)
+        parameters = net.parameters_of(h).view(N, D, 3)
+        inside, above = h.abs() <= 0.3, h > 100
+        out[inside] = (parameters[inside].tanh().sum(-1)) * h[inside]
+        out[~inside] = h[~inside]
+        out[above] = h[above]
+        return net.head(out)
+
+    return Net(forward, first=nn.Linear(10, D), parameters_of=nn.Linear(D, 3 * D), head=nn.Linear(D, C))
+
+
+def idle_experts() -> nn.Module:
+    """Two of three experts get no row."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.first(x)
+        out, none = h, h[:, 0] > 100
+        for expert, at in zip(net.experts, (~none, none, none), strict=True):
+            rows = at.nonzero()[:, 0]
+            read = h[at] if expert is net.experts[1] else h.index_select(0, rows)
+            out = out.index_add(0, rows, expert(read).tanh())
+        return net.head(out)
+
+    return Net(
+        forward,
+        first=nn.Linear(10, D),
+        experts=nn.ModuleList(nn.Linear(D, D) for _ in range(3)),
+        head=nn.Linear(D, C),
+    )
+
+
 def bilinear() -> nn.Module:
     parts = {"a": nn.Linear(D, 3), "b": nn.Linear(D, 5), "join": nn.Bilinear(3, 5, C)}
     return Net(lambda net, x: net.join(net.a(x), net.b(x)), **parts)
@@ -270,7 +305,7 @@ gated = {
 }
 several = {"multi_label": lambda: seq(nn.Linear(10, D), nn.ReLU(), nn.Linear(D, C))}
 each_label = by_element(F.binary_cross_entropy_with_logits)
-add("MLP", vectors(10), **mlps)
+add("MLP", vectors(10), flow, idle_experts, **mlps)
 add("MLP", vectors(D), highway, bilinear, kolmogorov_arnold, neural_ode, **gated)
 add("MLP", vectors(3), radiance_field)
 add("MLP", lambda: (torch.randn(N, 10), torch.rand(N, C).round()), losses=each_label, **several)

@@ -89,6 +89,9 @@ _TRANSPARENT = frozenset(
 # The nodes of split, chunk and unbind join the gradients of their outputs, and put in zeros for outputs without one.
 _JOINS = ("SplitBackward", "SplitWithSizesBackward", "UnsafeSplit", "UnbindBackward")
 
+# The nodes of reads at an index, which may have read nothing: an expert without tokens, a mask without entries.
+_READS = ("IndexBackward", "IndexSelectBackward")
+
 AccumulateGrad: type[Any] = cast(Any, torch)._C._functions.AccumulateGrad  # the nodes of leaves
 
 # The nodes whose formulas (derivatives.yaml) make zeros like an input, not like the gradient. Some of them take complex
@@ -111,13 +114,13 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     held = running()
     with held.lock:
         if start not in held.nodes:
-            held.ends += _prepare(start, rows.num_rows, slices, held)
+            held.ends += _prepare(start, rows, slices, held)
         if not slices:
             return start in held.plain
         return (start, 0) in held.dense or type(start.next_functions[0][0]) is AccumulateGrad
 
 
-def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Callable[[], Any]]:
+def _prepare(start: Any, rows: RowSet, slices: bool, held: Backward) -> list[Callable[[], Any]]:
     """Prepare the nodes that are not prepared yet; returns functions that undo it."""
     nodes = upstream(start, held.nodes)
     undo = _step_aside()
@@ -142,13 +145,16 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
             undo.append(node.register_hook(_slice_zeros).remove)
         elif name.startswith("LogcumsumexpBackward"):
             undo += _take_rows_alike(node)
+        elif name.startswith(_READS):
+            if 0 in node._input_metadata[0].shape:
+                undo.append(node.register_prehook(partial(_read_nothing, rows)).remove)
         elif name == "torch::autograd::CopySlices":
             undo += _mark_copying(node)
         elif name == kind.__name__ and not in_python:
             _ORDINARY.add(kind)
     if watched():
         products = [node for node in nodes if node.name().startswith(_PRODUCTS)]
-        undo += [node.register_prehook(_report_full(node.name(), num_rows)).remove for node in products]
+        undo += [node.register_prehook(_report_full(node.name(), rows.num_rows)).remove for node in products]
     held.hooked.update([leaf for leaf in leaves if leaf.variable._backward_hooks])
     held.plain.update(held.hooked, _returned(nodes, leaves, held))
     if held.plain:
@@ -173,6 +179,12 @@ def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     noted = RowGrad(unwrap(grads[first]))
     noted.unused = unused
     return (*grads[:first], noted, *grads[first + 1 :])
+
+
+def _read_nothing(rows: RowSet, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A hook on a node whose gradient has no entry: its result is zeros, which stay sliced beside a sliced gradient."""
+    (grad,) = grads
+    return (RowGrad(Zeros(grad.shape, grad.dtype, grad.device, rows)),) if type(grad) is Tensor else None
 
 
 def _rows_of(value: Any) -> RowSet | None:

@@ -140,6 +140,8 @@ def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1
     """Into zeros. Along the batch nothing is computed: the same values belong to other rows."""
     if type(out) is Zeros and isinstance(g, Tensor):
         return op(out.dense(), dim, index, g, alpha=alpha)
+    if type(out) is Zeros and type(g) is Zeros:
+        return out
     if type(out) is not Zeros or type(g) is not RowSlice:
         return Densify("the target of the sum is not fresh zeros")
     dim %= g.ndim
@@ -268,6 +270,8 @@ def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: boo
     """The gradient of ``x[indices]``, summed into zeros; or zeros, where the forward wrote over the entries."""
     if type(out) is RowSlice:
         return _zeros_put(op, whole_rows(out), indices, g, accumulate)
+    if type(out) is Zeros and type(g) is Zeros:
+        return out
     if type(out) is not Zeros or type(g) is not RowSlice:
         return Densify("the target is not fresh zeros")
     given = [d for d, i in enumerate(indices) if i is not None]
