@@ -1,4 +1,4 @@
-"""Functions of entmax, TabNet and Brevitas that a rule knows by name: exact, and on the kept rows.
+"""Functions of entmax, TabNet, Brevitas and snnTorch that a rule knows by name: exact, and on the kept rows.
 
 The packages live in a venv of their own: `nox -s integrations`.
 """
@@ -45,6 +45,17 @@ def rounded(call: str, *arguments: float):
     return losses
 
 
+def spikes(name: str, *arguments: float):
+    """Spikes of float32, whose gradient is that of a smooth function."""
+    function = getattr(import_module("snntorch.surrogate"), name)
+
+    def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        fired = function()(model[0](x)) if name.islower() else function.apply(model[0](x), *arguments)
+        return F.cross_entropy(model[1](fired.to(x)), y, reduction="none")
+
+    return losses
+
+
 CASES = {
     "TabNet's sparsemax": ("pytorch_tabnet", sparse, "pytorch_tabnet.sparsemax", "SparsemaxFunction"),
     "TabNet's entmax": ("pytorch_tabnet", sparse, "pytorch_tabnet.sparsemax", "Entmax15Function"),
@@ -62,12 +73,17 @@ CASES = {
     "ternary sign": ("brevitas", rounded, "ternary_sign"),
     "clamp": ("brevitas", rounded, "scalar_clamp", -0.5, 0.5),
     "clamp from below": ("brevitas", rounded, "scalar_clamp_min", 0.0),
+} | {
+    name: ("snntorch", spikes, name)
+    for name in "straight_through_estimator triangular fast_sigmoid atan heaviside sigmoid spike_rate_escape".split()
 }
+CASES["sparse fast sigmoid"] = ("snntorch", spikes, "SparseFastSigmoid", 25, 1)
 
 
 @pytest.mark.parametrize("rows", [[1, 4, 5], [2]])
 @pytest.mark.parametrize("name", CASES)
 # Red where _straight_through returns twice the gradient; where _sparsemax takes the saved tensors as without rows.
+# Red for spikes where _over_last leaves the saved tensors whole.
 def test_the_gradient_is_exact_and_nothing_densifies(name: str, rows: list[int]):
     package, make, *arguments = CASES[name]
     pytest.importorskip(package)

@@ -146,6 +146,12 @@ def _last(node: Any, backward: Any, g: RowSlice) -> Any:
     return _over_last(node, g)
 
 
+# The gradients of snnTorch's spikes, except that of StochasticSpikeOperator, which draws numbers for all rows.
+for _name in """StraightThroughEstimator Triangular FastSigmoid ATan Heaviside Sigmoid SpikeRateEscape
+SparseFastSigmoid""".split():
+    function_rule(f"snntorch.surrogate.{_name}", positions=True)(_last)
+
+
 @function_rule("bitsandbytes.autograd._functions.MatMul8bitFp", positions=True)
 def _eight_bits(node: Any, backward: Any, g: RowSlice) -> Any:
     """A product with a weight of 8 bits, made floating again."""
