@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from rowprop.batch import map_tensors, num_rows, take, tensors
+from rowprop.batch import map_tensors, num_rows, possible_sizes, take, tensors
 from sentences import refused
 
 X = torch.arange(12.0).view(4, 3)
@@ -97,6 +97,43 @@ class ReadOnly(Mapping):
 
     def __iter__(self):
         return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+
+class StandIn(Mapping):
+    """What a TensorDict does, as far as it is asked: all entries share the dimensions of ``batch_size``."""
+
+    def __init__(self, held, batch_size=(), device=None):
+        self.held, self.batch_size, self.device = {}, torch.Size(batch_size), device
+        for key, value in held.items():
+            self.set(key, value)
+
+    def set(self, key, value):
+        assert value.shape[: len(self.batch_size)] == self.batch_size, "batch dimension mismatch"
+        self.held[key] = value if self.device is None else value.to(self.device)
+
+    def clone(self, recurse=True):
+        return StandIn(self.held, self.batch_size, self.device)
+
+    def clear_device_(self):
+        self.device = None
+        return self
+
+    def __getitem__(self, at):
+        if isinstance(at, str):
+            return self.held[at]
+        return StandIn({key: value[at] for key, value in self.held.items()}, (len(at), *self.batch_size[1:]))
+
+    def __iter__(self):
+        raise TypeError("iteration over a 0-d tensordict")
+
+    def keys(self):
+        return self.held.keys()
+
+    def items(self):
+        return self.held.items()
 
     def __len__(self):
         return len(self.held)
@@ -193,6 +230,65 @@ def test_every_tensor_of_every_kind_of_batch_is_moved_and_the_original_is_left_a
     assert moved["output"].logits is moved["output"]["logits"]
 
 
+def tensordict(*args, **options):
+    return pytest.importorskip("tensordict").TensorDict(*args, **options)
+
+
+@pytest.mark.parametrize("size", [(4,), ()])
+@pytest.mark.parametrize("kind", [StandIn, tensordict])
+def test_tensordicts_keep_the_batch_size_of_their_content(kind, size):
+    # Red when: a TensorDict is copied and written to as other mappings are; its device holds on to what is moved; a row
+    # below 0 counts from the end.
+    batch = kind({"x": X, "y": Y}, batch_size=size, device="cpu")
+    taken, moved = take(batch, ROWS), map_tensors(lambda tensor: tensor.to("meta"), batch)
+    assert (type(taken), type(moved), num_rows(taken)) == (type(batch), type(batch), 2)
+    assert (tuple(taken.batch_size), tuple(moved.batch_size)) == ((2,) if size else (), size)
+    assert_same((taken["x"], taken["y"]), (X[[1, 3]], Y[[1, 3]]))
+    assert {tensor.device.type for tensor in tensors(moved)} == {"meta"} and batch["x"].device.type == "cpu"
+    assert map_tensors(lambda tensor: tensor, batch) is batch
+    with refused(NO_ROWS):
+        take(batch, torch.tensor([0, -1]))
+
+
+def record(boxes):
+    return {"image": torch.randn(3, 5, 5), "boxes": torch.randn(boxes, 4), "size": torch.tensor(5), "name": "n"}
+
+
+@pytest.mark.parametrize("boxes", [(1, 2, 0, 4), (3, 3, 3, 3), (4, 4, 4, 4), (3, 3, 3)])
+@pytest.mark.parametrize("kind", ["list", "of dataclasses", "detector", "beside a tensor"])
+def test_a_list_of_records_has_a_row_for_each_whatever_is_in_them(kind, boxes):
+    # Red when: the tensors in the records are counted, or three images of three channels are sliced along these.
+    size, records, rows = len(boxes), [record(count) for count in boxes], torch.tensor([2, 0])
+    slotted = [Slotted(entry["image"], entry["boxes"]) for entry in records]
+    images = tuple(entry["image"] for entry in records)
+    batch, columns = {
+        "list": (records, lambda batch: [batch]),
+        "of dataclasses": (slotted, lambda batch: [batch]),
+        "detector": ((images, tuple(records)), list),  # as torchvision's reference collates them
+        "beside a tensor": ({"weight": X[: len(boxes)], "records": records}, lambda batch: [batch["records"]]),
+    }[kind]
+    taken = take(batch, rows)
+    assert (num_rows(batch), num_rows(taken)) == (size, 2) and type(taken) is type(batch)
+    for new, old in zip(columns(taken), columns(batch), strict=True):
+        assert [id(entry) for entry in new] == [id(old[2]), id(old[0])]
+    if kind == "beside a tensor":
+        assert_same(taken["weight"], X[[2, 0]])
+
+
+PAIR = [{"ids": torch.arange(20).view(5, 4)}, {"ids": torch.arange(30).view(5, 6)}]
+
+
+def test_records_that_other_tensors_contradict_are_columns():
+    # Red when: a list of mappings is one of records in any case. Pairs of texts come like this, as two mappings.
+    taken = take((PAIR, torch.arange(5)), ROWS)
+    assert num_rows((PAIR, torch.arange(5))) == 5 and taken[1].tolist() == [1, 3]
+    assert [entry["ids"].shape for entry in taken[0]] == [(2, 4), (2, 6)]
+    # Alone they are both, and the losses tell.
+    assert list(possible_sizes(PAIR)) == [2, 5] and num_rows(PAIR) == 2
+    assert [entry["ids"].shape for entry in take(PAIR, ROWS, 5)] == [(2, 4), (2, 6)]
+    assert take(PAIR, torch.tensor([1]), 2)[0] is PAIR[1]
+
+
 def test_columns_of_python_items_and_arrays_follow_the_rows():
     # Red when: lists without tensors pass through (ids no longer belong to their rows), or only tensors are indexed.
     batch = {"x": X, "array": np.array([5, 6, 7, 8]), "scale": np.float32(2), "ids": ["a", "b", "c", "d"]}
@@ -235,17 +331,24 @@ def test_entries_that_disagree_are_named(batch, entry, size, other):
 
 
 NO_ROWS, LISTED = "take got rows that are not all among the 4 of the batch, 0 to 3", ["a", "b", "c", "d"]
+JAGGED = torch.nested.nested_tensor([X[:2], X[:1], X, X], layout=torch.jagged)
 PACKED = pack_sequence([torch.arange(3), torch.arange(2)])
 REFUSED = [
     *[
         (lambda batch=batch: num_rows(batch), f"The batch is a {type(batch).__name__} without a tensor of ... give a")
         for batch in ("text", {"n": 3}, (torch.tensor(1.0),), ["a", "b"], None)
     ],
+    (
+        lambda: take({"a": X.to_sparse_csr()}, ROWS),
+        "batch['a'] is torch.sparse_csr, and its rows cannot be ... call to",
+    ),
+    (lambda: take([X, JAGGED], ROWS), "batch[1] is nested, and its rows cannot be taken; pad it"),
+    (lambda: take(PAIR, ROWS, 4), "take got size=4 but a batch of 2 or 5 rows"),
     (lambda: take({"words": PACKED}, ROWS), "batch['words'] is a PackedSequence ... pack_padded_sequence inside losse"),
     # Python's indexing counts rows below 0 from the end, or an IndexError goes out.
     *[
         (lambda batch=batch, rows=rows: take(batch, torch.tensor(rows)), NO_ROWS)
-        for batch in (X, np.arange(4), (LISTED, np.arange(4)))
+        for batch in (X, np.arange(4), (LISTED, np.arange(4)), X.to_sparse(), [{"x": Y}] * 4)
         for rows in ([0, 4], [-1])
     ],
     (lambda: take(X, [0, 1]), "take got rows that are a list but a tensor of row indices was needed"),
@@ -259,6 +362,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_batches_and_rows_that_cannot_be_taken_are_refused(call, sentence):
     with refused(sentence):
         call()

@@ -91,6 +91,36 @@ assert not hasattr(rowprop, "recipe")
 import json
 print(json.dumps({"loaded": loaded, "others": others, "late": late, "offered": offered}))
 """
+BACKEND = """
+import importlib.metadata as metadata, json, sys
+finder, find = metadata.MetadataPathFinder, metadata.MetadataPathFinder.find_distributions
+others = lambda *context: (d for d in find(*context) if d.metadata["Name"] != "rowprop")
+finder.find_distributions = staticmethod(others)  # as where the package lies on PYTHONPATH alone
+import rowprop
+assert "torch" not in sys.modules and "importlib.metadata" in sys.modules
+points = {p.name: p for p in metadata.entry_points(group="torch_dynamo_backends")}
+import torch
+from rowprop.backprop.compiled import backend
+assert points["rowprop"].load() is backend
+from torch._dynamo.backends import registry  # and where torch has looked for backends before
+assert registry.lookup_backend("rowprop") is backend
+late = [sys.meta_path.pop(), registry._BACKENDS.pop("rowprop"), registry._COMPILER_FNS.pop("rowprop")]
+import importlib
+importlib.reload(rowprop)
+assert registry.lookup_backend("rowprop") is backend
+try:
+    version = metadata.version("no_such_package")
+except metadata.PackageNotFoundError:
+    version = None
+print(json.dumps(version))
+"""
+
+
+def test_torch_finds_the_backend_of_a_package_that_is_not_installed():
+    # Red when: __init__ offers no backend, or only where torch has not yet looked for one.
+    assert in_a_new_process(BACKEND) is None
+
+
 SPACES = "batch cost distributed engines errors history oracle recipes schedule scoring selection step thinning".split()
 APART = {"thinning", "selection", "scoring", "schedule", "distributed", "engines", "history", "step", "recipes", "cost"}
 APART |= {"oracle", "integrations", "app"}

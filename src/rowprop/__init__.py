@@ -2,6 +2,7 @@
 
 import typing as _typing
 
+from rowprop.lazy import offer_backend as _offer_backend
 from rowprop.lazy import on_first_use as _on_first_use
 
 __version__ = "0.2.0"
@@ -61,3 +62,5 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
     )
     for _name in ("InvalidInput", "RowpropError", "TooSmall", "UnsupportedOperation"):
         __getattr__(_name)  # a traceback or a filter names it rowprop.X, whether or not anyone asked for it
+
+_offer_backend(__name__, "rowprop.backprop.compiled:backend")

@@ -1,15 +1,19 @@
 """Take rows of a batch, whatever it is made of.
 
-A batch may be a tensor, or tuples, lists, named tuples, mappings (also Hugging Face's encodings and model outputs) and
-dataclasses of tensors, nested. Tensors and arrays with dimensions hold rows, and their first dimension must be N; so do
-lists and tuples of length N without any tensor inside (texts, ids). All else is the same for all rows.
+A batch may be a tensor, or tuples, lists, named tuples, mappings (also Hugging Face's encodings and model outputs),
+dataclasses and TensorDicts of tensors, nested. Tensors and arrays with dimensions hold rows, and their first dimension
+must be N; so do lists and tuples of length N without any tensor inside (texts, ids). All else is the same for all rows.
+
+A list or tuple of N *records* has N rows: mappings with the same keys, or dataclasses of one type, with tensors of any
+shape in them. Beside it, a list or tuple of N tensors has a tensor for each row, as the images of detectors. If another
+tensor contradicts that, the records are columns like any other container.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,10 +24,29 @@ from rowprop.errors import InvalidInput
 
 
 def num_rows(batch: object) -> int:
-    """Count the rows of a batch: N, the size that the first dimensions of all its tensors share.
+    """Count the rows of a batch: N, the number of its records, or the first dimension that all its tensors share.
 
     A batch without a tensor that has a dimension is refused, and one in which two of them disagree.
     """
+    return next(iter(possible_sizes(batch)))
+
+
+def possible_sizes(batch: object) -> dict[int, bool]:
+    """Each N that a batch may have, and whether it counts records; two where records may also be columns."""
+    found: dict[int, bool] = {}
+    records = next((len(cast("Sequence[Any]", entry)) for entry in _walk(batch) if _are_records(entry)), None)
+    if records is not None and all(size == records for _, size in _sizes(batch, "batch", records)):
+        found[records] = True
+    try:
+        found.setdefault(_shared_size(batch), False)
+    except InvalidInput:
+        if not found:
+            raise
+    return found
+
+
+def _shared_size(batch: object) -> int:
+    """The first dimension that all tensors share."""
     found: tuple[str, int] | None = None
     for path, size in _sizes(batch, "batch"):
         if found is None:
@@ -38,7 +61,7 @@ def num_rows(batch: object) -> int:
     return found[1]
 
 
-def take(batch: Any, rows: Tensor) -> Any:
+def take(batch: Any, rows: Tensor, size: int | None = None) -> Any:
     """Take some rows of a batch, in the given order, and leave the batch itself alone.
 
     It costs one gather per tensor; a copy of ``rows`` to the host only for lists, arrays and tensors that live there.
@@ -46,6 +69,7 @@ def take(batch: Any, rows: Tensor) -> Any:
     The batch is a tensor or nested containers of tensors, as in the module's text; ``rows`` are indices, ``(K,)``,
     int64, on any device. The same kind of batch comes back, with K rows; entries that hold no rows are shared. Other
     rows are refused (out of range on an accelerator by torch's own assertion), and tensors that disagree about N.
+    ``size`` is N where the losses tell it, for records that may also be columns; default: :func:`num_rows`.
 
     Example:
         >>> take({"x": torch.arange(8).view(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0}, torch.tensor([1, 3]))
@@ -60,25 +84,21 @@ def take(batch: Any, rows: Tensor) -> Any:
             f"rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but row indices were needed, shape (K,), int64"
         )
         raise InvalidInput(f"take got {given}; turn a mask into indices with `mask.nonzero().squeeze(1)`.")
-    size = num_rows(batch)
+    sizes = possible_sizes(batch)
+    size = next(iter(sizes)) if size is None else size
+    if size not in sizes:
+        raise InvalidInput(f"take got size={size} but a batch of {' or '.join(map(str, sizes))} rows.")
     if size == 0 and rows.numel() > 0:
         raise InvalidInput(f"take got {rows.numel()} rows to take but the batch has none.")
     try:
-        return _take(batch, rows, size)
+        return _take(batch, rows, size, sizes[size])
     except IndexError as error:
         raise InvalidInput(f"take got rows that are not all among the {size} of the batch, 0 to {size - 1}.") from error
 
 
 def tensors(batch: object) -> Iterator[Tensor]:
     """Walk through every tensor of a batch, in order. A container that holds itself is walked through once."""
-    ahead, held = [batch], dict[int, object]()
-    while ahead:
-        entry = ahead.pop()
-        if isinstance(entry, Tensor):
-            yield entry
-        elif id(entry) not in held and (entries := _entries(entry)):
-            held[id(entry)] = entry
-            ahead += [value for _, value in reversed(entries)]
+    return (entry for entry in _walk(batch) if isinstance(entry, Tensor))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -106,7 +126,7 @@ def _is_sequence(entry: object) -> bool:
 
 def _entries(entry: object) -> list[tuple[str, object]] | None:
     """The entries of a container, each with the path to it; None for a value that is no container."""
-    if isinstance(entry, Mapping):
+    if isinstance(entry, Mapping) or _is_tensordict(entry):
         return [(f"[{key!r}]", value) for key, value in cast("Mapping[object, object]", entry).items()]
     if _is_sequence(entry):
         return [(f"[{place}]", value) for place, value in enumerate(cast("list[object]", entry))]
@@ -120,34 +140,85 @@ def _set_fields(entry: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(entry) if hasattr(entry, field.name)]
 
 
-def _sizes(entry: object, path: str) -> Iterator[tuple[str, int]]:
-    """The first dimension of every tensor and array in ``entry``, with its path."""
+def _is_tensordict(entry: object) -> bool:
+    """Whether this is a TensorDict or a tensorclass, without importing tensordict."""
+    return isinstance(getattr(entry, "batch_size", None), torch.Size) and hasattr(entry, "clear_device_")
+
+
+def _walk(batch: object) -> Iterator[object]:
+    """Every container of a batch, before its entries, and everything else in it."""
+    ahead, held = [batch], dict[int, object]()
+    while ahead:
+        entry = ahead.pop()
+        entries = None if isinstance(entry, Tensor) else _entries(entry)
+        if entries is None:
+            yield entry
+        elif id(entry) not in held:
+            held[id(entry)] = entry
+            yield entry
+            ahead += [value for _, value in reversed(entries)]
+
+
+def _are_records(entry: object) -> bool:
+    """Whether the entries are mappings with the same keys, or dataclasses of one type, with a tensor in them."""
+    if not _is_sequence(entry) or hasattr(entry, "_fields"):
+        return False
+    kinds: set[Any] = {
+        frozenset(cast("Any", e)) if isinstance(e, Mapping) else type(e) if dataclasses.is_dataclass(e) else None
+        for e in cast("Any", entry)
+    }
+    return len(kinds) == 1 and None not in kinds and any(map(_is_array, _walk(entry)))
+
+
+def _is_column(entry: Any, n: int | None) -> bool:
+    """Whether a list or tuple has an entry for each of ``n`` records: a record, or a tensor of any shape."""
+    if n is None or not _is_sequence(entry) or len(entry) != n:
+        return False
+    return _are_records(entry) or all(isinstance(e, Tensor) for e in entry)
+
+
+def _sizes(entry: object, path: str, records: int | None = None) -> Iterator[tuple[str, int]]:
+    """The first dimension of every tensor and array in ``entry``, with its path; that many records are no columns."""
     if isinstance(entry, PackedSequence):
         remedy = "keep the padded tensor and the lengths in the batch and call pack_padded_sequence inside losses_fn."
         raise InvalidInput(f"{path} is a PackedSequence, but its rows lie interleaved and cannot be taken; {remedy}")
-    if _is_array(entry):
+    if isinstance(entry, Tensor) and (entry.is_nested or entry.layout not in (torch.strided, torch.sparse_coo)):
+        kind, remedy = ("nested", "pad it") if entry.is_nested else (entry.layout, "call to_dense()")
+        raise InvalidInput(f"{path} is {kind}, and its rows cannot be taken; {remedy}.")
+    if _is_column(entry, records):
+        yield path, cast("int", records)
+    elif _is_array(entry):
         shape = cast("Tensor", entry).shape
         if len(shape) > 0:
             yield path, int(shape[0])
     else:
         for step, value in _entries(entry) or ():
-            yield from _sizes(value, path + step)
+            yield from _sizes(value, path + step, records)
 
 
-def _take(entry: Any, rows: Tensor, n: int) -> Any:
+def _take(entry: Any, rows: Tensor, n: int, records: bool) -> Any:
     if isinstance(entry, Tensor):
-        return entry if entry.dim() == 0 else entry.index_select(0, rows.to(entry.device))
+        rows = _checked(rows, n, entry.device) if entry.is_sparse else rows.to(entry.device)
+        return entry if entry.dim() == 0 else entry.index_select(0, rows)
     if _is_array(entry):
         return entry if len(entry.shape) == 0 else entry[_on_host(rows, n)]
-    if _is_sequence(entry) and next(_sizes(entry, ""), None) is None:
-        # No tensor inside: a column of texts or ids if it is as long as the batch, else something all rows share.
+    if _is_sequence(entry) and (_is_column(entry, n if records else None) or not any(_sizes(entry, ""))):
+        # A column of texts or ids if it is as long as the batch, else something all rows share.
         return _rebuilt(entry, [entry[row] for row in _on_host(rows, n)]) if len(entry) == n else entry
+    if _is_tensordict(entry) and len(entry.batch_size) > 0:
+        device = next((tensor.device for tensor in tensors(entry)), rows.device)
+        return entry[_checked(rows, n, device)]
     entries = _entries(entry)
-    return entry if entries is None else _refilled(entry, [_take(value, rows, n) for _, value in entries])
+    return entry if entries is None else _refilled(entry, [_take(value, rows, n, records) for _, value in entries])
 
 
 def _refilled(original: Any, values: list[object]) -> Any:
     """A container of the original's kind, with other values in the order of :func:`_entries`."""
+    if _is_tensordict(original):
+        result = original.clone(False).clear_device_()
+        for key, value in zip(original.keys(), values, strict=True):
+            result.set(key, value)
+        return result
     if isinstance(original, Mapping):
         return _refilled_mapping(cast("Mapping[object, object]", original), values)
     if _is_sequence(original):
@@ -157,6 +228,11 @@ def _refilled(original: Any, values: list[object]) -> Any:
     for name, value in zip(_set_fields(original), values, strict=True):
         object.__setattr__(result, name, value)
     return result
+
+
+def _checked(rows: Tensor, n: int, device: torch.device) -> Tensor:
+    """The rows on a device, for what would count a row below 0 from the end: that is refused as elsewhere."""
+    return torch.arange(n, device=device).index_select(0, rows.to(device))
 
 
 def _on_host(rows: Tensor, n: int) -> list[int]:

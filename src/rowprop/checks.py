@@ -170,6 +170,14 @@ def check_losses_fn(owner: str, value: object, name: str = "losses_fn") -> None:
     check_function(owner, name, value, 2, needed)
 
 
+def check_graph(losses: Tensor) -> None:
+    """Refuse losses whose backward cannot run."""
+    if not losses.requires_grad:
+        raise InvalidInput(
+            "The losses have no graph; let losses_fn use trainable parameters, and neither detach() nor no_grad()."
+        )
+
+
 def check_trainable(owner: str, model: nn.Module, batch: object, losses_fn: object) -> None:
     """Refuse parts that make no training step: no module, nothing to train, or no numbers to compute with."""
     check_kind(owner, "model", model, nn.Module, "a torch.nn.Module was needed.")

@@ -1,11 +1,11 @@
-"""A package whose names and modules are imported when they are first asked for."""
+"""A package whose names and modules are imported when they are first asked for, and its backend of torch.compile."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 
 def on_first_use(
@@ -32,3 +32,40 @@ def on_first_use(
         return sorted({*homes, *modules, *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
 
     return sorted(homes), __getattr__, __dir__
+
+
+class Metadata:
+    """Has importlib.metadata find a package that lies on the path and is not installed: its name and its entry points.
+
+    An object of ``sys.meta_path``, which finds no module. Where the package is installed, that comes first.
+    """
+
+    def __init__(self, package: str, entry_points: str) -> None:
+        self.package = package
+        self.files = {"METADATA": f"Name: {package}\n", "entry_points.txt": entry_points}
+
+    def find_spec(self, *_: Any) -> None:
+        """No module is found here."""
+
+    def find_distributions(self, context: Any) -> list[Any]:
+        """The package, if it is asked for."""
+        from importlib.metadata import Distribution  # only here: it takes longer than all else that is imported
+
+        def read_text(_: Any, filename: str) -> str | None:
+            return self.files.get(filename)
+
+        found = type("Found", (Distribution,), {"read_text": read_text, "locate_file": None})
+        return [found()] if context.name in (None, self.package) else []
+
+
+def offer_backend(package: str, home: str) -> None:
+    """Have ``torch.compile(backend=package)`` find ``home``, as ``"module:name"``, also where nothing is installed.
+
+    Torch looks for entry points when a backend is first asked for by its name, so it is not imported here.
+    """
+    group = "torch_dynamo_backends"
+    sys.meta_path.append(cast(Any, Metadata(package, f"[{group}]\n{package} = {home}\n")))
+    if (registry := sys.modules.get("torch._dynamo.backends.registry")) is not None:  # it may have looked already
+        from importlib.metadata import EntryPoint
+
+        registry._BACKENDS.setdefault(package, EntryPoint(package, home, group))

@@ -389,7 +389,8 @@ def test_where_the_declaration_does_not_fit_it_runs_at_full_size(name: str):
     ("decorated", "dims", "sentence"),
     [
         (len, PLAIN, "rowwise got <built-in function len> but a torch.autograd.Function"),
-        (torch.autograd.Function, PLAIN, "with a backward was needed"),
+        (torch.ops.aten.mul.Tensor, PLAIN, "rowwise got .* but .*, or an op of torch.library, was needed"),
+        (torch.autograd.Function, PLAIN, "with a backward, or an op of torch.library, was needed"),
         (Affine, {"saved": -1, "grads": 0}, "saved is -1 but a dimension from 0 on, None"),
         (Affine, {"saved": 0, "grads": (0, "1")}, r"grads is \(0, '1'\) but"),
         (Affine, {**PLAIN, "outputs": True}, "outputs is True but"),
@@ -399,6 +400,104 @@ def test_where_the_declaration_does_not_fit_it_runs_at_full_size(name: str):
 def test_a_bad_declaration_is_refused_in_one_sentence(decorated: Any, dims: dict[str, Any], sentence: str):
     with pytest.raises(InvalidInput, match=sentence):
         rowprop.rowwise(**dims)(decorated)
+
+
+@pytest.mark.parametrize("given", [(Affine,), (len,), ()])
+def test_a_bare_declaration_is_refused_in_one_sentence(given: Any):
+    # Red when: Python's own TypeError about arguments goes out.
+    with pytest.raises(
+        InvalidInput, match=r"rowwise needs saved and grads by name, .* write rowwise\(saved=0, grads=0\)"
+    ):
+        rowprop.rowwise(*given)
+
+
+LIBRARY = torch.library.Library("rowprop_tests", "DEF")
+
+
+def two_tensors(xs: list[Tensor], w: Tensor) -> list[Tensor]:
+    return [xs[0] * xs[1], xs[0] @ w]
+
+
+def of_two_tensors(ctx: Any, grads: list[Tensor]) -> Any:
+    first, second, w = ctx.saved_tensors
+    return [grads[0] * second + grads[1] @ w.T, grads[0] * first], first.T @ grads[1]
+
+
+def keep_two(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[0], inputs[1])
+
+
+def custom(name: str) -> Any:
+    """A definition in Python: the square of its argument, by numpy."""
+
+    def square(x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy() ** 2)
+
+    op = torch.library.custom_op(f"rowprop_tests::{name}", square, mutates_args=())
+    keep = lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])  # noqa: E731
+    op.register_autograd(
+        lambda ctx, g: torch.from_numpy(2 * ctx.saved_tensors[0].numpy() * g.numpy()), setup_context=keep
+    )
+    return op
+
+
+def defined(name: str) -> Any:
+    """A schema with an implementation, as those of C++, and a backward that is registered by the name."""
+    LIBRARY.define(f"{name}(Tensor[] xs, Tensor w) -> Tensor[]")
+    LIBRARY.impl(name, two_tensors, "CPU")
+    torch.library.register_autograd(f"rowprop_tests::{name}", of_two_tensors, setup_context=keep_two, lib=LIBRARY)
+    return getattr(torch.ops.rowprop_tests, name)
+
+
+LISTS = {"saved": (0, 0, None), "grads": (0, 0, None), "outputs": 0}
+OPS: dict[str, tuple[Callable[[str], Any], dict[str, Any], Callable[[Any, Tensor, Tensor], Tensor]]] = {
+    "custom_op": (custom, PLAIN, lambda op, h, v: op(h) @ v),
+    "custom_op by an overload": (
+        lambda name: custom(name)._opoverload,
+        {**PLAIN, "grads": (0,)},
+        lambda op, h, v: op(h) @ v,
+    ),
+    "packet": (defined, LISTS, lambda op, h, v: op([h, h.tanh()], v)[0][:, :3] + op([h, h.cos()], v)[1]),
+    "overload": (lambda name: defined(name).default, LISTS, lambda op, h, v: op([h, h], v)[1]),
+}
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_an_op_of_torch_library_gets_the_kept_rows_once_it_is_declared(kind: str):
+    # Red when: the class that torch made of the op is taken for an unknown one; ops that take lists have their op in a
+    # function within a function; or the gradients that are declared lack that of torch's own argument.
+    make, dims, call = OPS[kind]
+    op = make(f"op{list(OPS).index(kind)}")
+    twin = make(f"op{list(OPS).index(kind)}_undeclared")  # another op with a name that begins alike
+    reasons = [entry.reason for entry in through_op(call, op).densified.values()]
+    assert (
+        reasons and "an op of torch.library, has a dense gradient; if it treats rows alike, declare it by" in reasons[0]
+    )
+    assert rowprop.rowwise(**dims)(op) is op
+    assert not through_op(call, op).densified and through_op(call, twin).densified
+    with pytest.raises(InvalidInput, match="is declared row by row twice"):
+        rowprop.rowwise(**dims)(op)
+
+
+def through_op(call: Callable[[Any, Tensor, Tensor], Tensor], op: Any) -> Report:
+    x, w, v = net()
+    return assert_same_gradients(lambda: call(op, x @ w, v).square().sum(1), [w, v])
+
+
+def test_per_sample_gradients_of_torchs_own_are_those_of_plain_indexing():
+    # Red when: the hooks of a parameter are read through its own __torch_function__.
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    x, labels = torch.randn(N, 5).double(), torch.arange(N) % 3
+
+    def of_each_row(take: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        logits = call_for_per_sample_grads(model, loss_reduction="sum")(x)
+        take(F.cross_entropy(logits, labels, reduction="none"), ROWS).sum().backward()
+        return [parameter.grad_sample for parameter in model.parameters()]
+
+    as_indexed(of_each_row)
 
 
 @pytest.mark.parametrize("returned", [3, "a", np.ones(2)])

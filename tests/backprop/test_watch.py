@@ -95,6 +95,24 @@ def test_a_remedy_that_the_report_names_keeps_the_gradient_sliced(remedy: str):
     assert densified(after, "rows") == {}
 
 
+@pytest.mark.parametrize("residual", [True, False])
+def test_below_exact_attention_over_tokens_the_report_names_attention(residual: bool):
+    # Red when: a mean of the losses is blamed, which the model does not have.
+    q, kv, head = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(8, 2)
+    mask = torch.rand(4, 6) < 0.3
+
+    def densified(attention: Literal["exact", "cut"]) -> dict[str, Densified]:
+        x = nn.Linear(8, 8)(torch.randn(4, 6, 8))
+        keys, values = kv(x).unsqueeze(1).chunk(2, -1)
+        out = F.scaled_dot_product_attention(q(x).unsqueeze(1), keys, values).squeeze(1)
+        with rowprop.watch() as report:
+            rowprop.pick(head(x + out if residual else out).square().sum(2), mask, attention=attention).sum().backward()
+        return report.densified
+
+    assert all("attention='" in entry.reason for entry in densified("exact").values()) and densified("exact")
+    assert densified("cut") == {}
+
+
 def test_what_is_added_to_the_grad_of_a_leaf_is_no_full_backward():
     # Red where each sum in place of a sliced and a dense gradient is noted.
     x = torch.randn(N, 6, requires_grad=True)

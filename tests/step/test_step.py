@@ -149,6 +149,42 @@ def test_a_batch_of_unknown_make_is_fine_for_one_forward_and_refused_by_recomput
         SelectiveBackprop(regression(), losses_fn, TopK(0.5), engine="recompute")(Graph())
 
 
+def test_a_list_of_records_is_a_batch_whatever_is_in_the_records(engine):
+    # Red when: channels are counted as rows, which a batch of three of them allows, or sliced.
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(0)).double()
+    step = SelectiveBackprop(model, of_images, TopK(0.5), engine=engine)
+    for boxes in ((1, 2, 3), (3, 3, 3), (3, 3, 3, 3)):
+        batch = [{"image": torch.randn(3, 6, 6).double(), "boxes": torch.rand(count, 4)} for count in boxes]
+        _, record = backpropagated(step(batch, ids=torch.arange(len(boxes))))
+        losses = of_images(model, batch)
+        losses = losses[losses.topk(record.num_kept).indices].mean()
+        expected = torch.autograd.grad(losses, list(model.parameters()))
+        assert record.num_rows == len(boxes)
+        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(expected))
+        model.zero_grad()
+
+
+def of_images(model, batch):
+    return torch.stack([model(record["image"][None]).square().sum() for record in batch])
+
+
+def test_a_list_of_mappings_has_as_many_rows_as_it_has_losses(engine):
+    # Red when: two mappings of columns are taken for two rows, which they could be.
+    model, columns = regression(), [{"x": torch.randn(6, 4)}, {"x": torch.randn(6, 4)}]
+    pairs = lambda model, batch: sum(model(part["x"]) for part in batch).square().squeeze(1)  # noqa: E731
+    _, record = SelectiveBackprop(model, pairs, TopK(0.5), engine=engine)(columns)
+    assert (record.num_rows, record.num_kept) == (6, 3)
+
+
+def test_losses_without_a_graph_are_refused_at_the_call(engine):
+    # Red when: torch's error of the later backward() is the first; or a call that asks for no gradient is refused.
+    step = SelectiveBackprop(regression(), lambda m, b: squared(m, b).detach(), TopK(0.5), engine=engine)
+    with refused("The losses have no graph; let losses_fn use trainable parameters, and neither detach() nor"):
+        step(a_batch(0))
+    with torch.no_grad():
+        assert step(a_batch(0))[1].step == 0
+
+
 def test_a_scorer_ranks_and_the_losses_are_trained(engine):
     # Red when: the losses are ranked although there is a scorer, the scorer's graph is kept, or a third argument with
     # another name is given the context.

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyr
 from rowprop.backprop.backward import Backward, outer, running
 from rowprop.backprop.rowgrad import RowGrad, plain, unwrap, wrap
 from rowprop.backprop.rules.apply import apply_rule
-from rowprop.backprop.rules.registry import Rule, rule_of_function
+from rowprop.backprop.rules.registry import Rule, op_of, rule_of_function
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
 from rowprop.backprop.watch import note, note_densified, watched
 
@@ -138,7 +138,7 @@ def _prepare(start: Any, rows: RowSet, slices: bool, held: Backward) -> list[Cal
         if is_foreign:
             function = getattr(node, "_forward_cls", None)
             rule = None if function is None else rule_of_function(function)
-            undo.append(_densify_inputs(node, name) if rule is None else _Override.put(node, rule))
+            undo.append(_densify_inputs(node, name, function) if rule is None else _Override.put(node, rule))
         elif name.startswith(_JOINS):
             undo.append(node.register_prehook(note_unused).remove)
         elif _STEPS.fullmatch(name):
@@ -155,7 +155,8 @@ def _prepare(start: Any, rows: RowSet, slices: bool, held: Backward) -> list[Cal
     if watched():
         products = [node for node in nodes if node.name().startswith(_PRODUCTS)]
         undo += [node.register_prehook(_report_full(node.name(), rows.num_rows)).remove for node in products]
-    held.hooked.update([leaf for leaf in leaves if leaf.variable._backward_hooks])
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
+        held.hooked.update([leaf for leaf in leaves if leaf.variable._backward_hooks])
     held.plain.update(held.hooked, _returned(nodes, leaves, held))
     if held.plain:
         edges = ((node, place, to) for node in nodes for place, (to, _) in enumerate(node.next_functions))
@@ -282,6 +283,9 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Scaled")
 
 
+_SUMMED = "rows were summed into one another, or attention='exact' gave every token's keys and values a gradient"
+
+
 def _report_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
     """Have the reports told of a gradient of all rows where nothing was densified: a sum over rows that went on."""
 
@@ -293,7 +297,7 @@ def _report_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
         dense = [grad for grad in grads if isinstance(grad, Tensor) and type(grad) is not RowGrad]
         shapes = [grad.shape for grad in dense if not grad.is_nested]
         if len(shapes) == len(grads) and any(map(holds_all, shapes)) and not outer().densified:
-            note_densified(name, "a gradient of all rows comes to it: above, rows were summed into one another")
+            note_densified(name, f"a gradient of all rows comes to it: above, {_SUMMED}")
 
     return hook
 
@@ -329,11 +333,15 @@ def _returned(nodes: list[Any], leaves: list[Any], held: Backward) -> set[Any]:
     return found | {node for node in active if not goes_on(node)}
 
 
-def _densify_inputs(node: Any, name: str) -> Callable[[], None]:
+def _densify_inputs(node: Any, name: str, function: Any) -> Callable[[], None]:
     def hook(grads: tuple[Any, ...]) -> tuple[Any, ...]:
         if any(type(grad) is RowGrad and grad.full is None for grad in grads):
-            remedy = "if it treats rows alike, declare it by rowprop.rowwise"
-            note_densified("custom function", f"{name}, a custom autograd function, has a dense gradient; {remedy}")
+            what, remedy = f"{name}, a custom autograd function,", "declare it by rowprop.rowwise"
+            if function is None:
+                what, remedy = f"{name}, in C++,", "call it in an autograd.Function of your own with rowprop.rowwise"
+            elif op_of(function) is not None:
+                what = f"{op_of(function)}, an op of torch.library,"
+            note_densified("custom function", f"{what} has a dense gradient; if it treats rows alike, {remedy}")
         return tuple(map(plain, grads))
 
     return node.register_prehook(hook).remove

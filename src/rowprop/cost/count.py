@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.checks import check_choice, check_kind, check_losses_fn, check_tick
+from rowprop.checks import check_choice, check_graph, check_kind, check_losses_fn, check_tick
 from rowprop.cost.flops import counting
 from rowprop.cost.measure import Tick, ignored
-from rowprop.cost.where import Modules, check_graph, current_node, next_number
+from rowprop.cost.where import Modules, current_node, next_number
 from rowprop.scoring import LossesFn, losses_of
 from rowprop.selection.selectors import check_fraction, count_kept
 from rowprop.state import backward_undone

@@ -182,7 +182,7 @@ def second_forward(model: nn.Module, batch: Any, losses_fn: LossesFn, losses: Te
         return losses
 
     try:
-        rows = take(batch, torch.arange(losses.numel() - count, losses.numel()))
+        rows = take(batch, torch.arange(losses.numel() - count, losses.numel()), losses.numel())
         apart = _differ(score_without_graph(watched, model, rows), losses[-count:])
     except Exception as error:  # the user's model may fail on fewer rows in any way, or return losses of others
         why = f"{count} rows by themselves failed with {type(error).__name__}: {error}"

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rowprop.backprop.pick import BatchNorm, Unit
-from rowprop.checks import check_choice
+from rowprop.checks import check_choice, check_graph
 from rowprop.cost.measure import Done, Routine, Tick, Timing, ignored, measure
-from rowprop.cost.where import check_graph
 from rowprop.engines import ENGINES, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, losses_of

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.backprop.watch import Report, recording
-from rowprop.errors import InvalidInput
 from rowprop.host import drained_s
 
 OUTSIDE = "losses_fn"  # stands for a module's path where an op runs in no module's forward
@@ -38,14 +37,6 @@ def graph(root: Any) -> set[Any]:
                 found.add(node)
                 stack.append(node)
     return found
-
-
-def check_graph(losses: Tensor) -> None:
-    """Refuse losses whose backward cannot run."""
-    if not losses.requires_grad:
-        raise InvalidInput(
-            "The losses have no graph; let losses_fn use trainable parameters, and neither detach() nor no_grad()."
-        )
 
 
 @contextmanager

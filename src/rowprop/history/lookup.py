@@ -186,7 +186,7 @@ class StaleScorer:
         on = device_of(model, batch) or scores.device
         scores, rows = scores.to(on), rows.to(on)
         if rows.numel() > 0:
-            part = batch if rows.numel() == scores.numel() else take(batch, rows)
+            part = batch if rows.numel() == scores.numel() else take(batch, rows, scores.numel())
             fresh = per_row("losses_fn", self.losses_fn(model, part), rows.numel())
             fresh = fresh.detach().to(on, torch.float32)
             history.store(ids[rows.to(ids.device)], fresh)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.backprop.pick import Unit
+from rowprop.checks import check_graph
 from rowprop.cost.measure import Tick, ignored
-from rowprop.cost.where import check_graph, graph
+from rowprop.cost.where import graph
 from rowprop.engines import Engine
 from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, Scored

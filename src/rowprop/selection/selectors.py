@@ -22,6 +22,8 @@ from rowprop.selection.base import NOTHING, Context, Selection, check_context, c
 Keep: TypeAlias = float | Callable[[float], float]
 """A fraction, or a schedule: a callable from progress to a fraction, e.g. :class:`rowprop.schedule.Ramp`."""
 
+_LEFT_OUT: Any = None  # so that what is left out is refused in our sentence
+
 SLACK = 1e-9  # of floats: 0.07 * 100 is 7.000000000000001, and nine rows of ten hold a hair less than 0.9 of their sum
 
 
@@ -111,7 +113,7 @@ class Checked:
 class Keeping(Checked):
     """A selector of ``K = max(1, ceil(keep * N))`` rows."""
 
-    keep: Keep
+    keep: Keep = _LEFT_OUT
 
     def __post_init__(self) -> None:
         check_fraction(type(self).__name__, "keep", self.keep, schedule=True)
@@ -463,7 +465,7 @@ class ImportanceSampling(Checked):
         ([1], [0.25])
     """
 
-    keep: Keep
+    keep: Keep = _LEFT_OUT
     gate: float | None = None
     smoothing: float = 0.9
     tau: float = field(default=0.0, init=False, repr=False)

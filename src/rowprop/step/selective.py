@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.backprop.pick import Unit
-from rowprop.batch import num_rows, take, tensors
+from rowprop.batch import possible_sizes, take, tensors
 from rowprop.checks import (
     check_choice,
     check_entries,
     check_function,
+    check_graph,
     check_kind,
     check_losses_fn,
     check_whole,
@@ -196,6 +197,8 @@ class SelectiveBackprop:
             loss = kept.to(torch.promote_types(kept.dtype, selection.weights.dtype)).mean()
         else:
             loss = (kept * selection.weights).sum()
+        if torch.is_grad_enabled():
+            check_graph(loss)
         if not self._size_is_known:  # before the flags: the host may wait for those at the backward's end
             self._size_is_known = warn_if_too_small(
                 self.engine, scored.losses, selection, self.unit, loss, self._done_at_once
@@ -327,11 +330,12 @@ class Scores:
 
 
 def rows_of(batch: Any) -> int | None:
-    """N, or None for a batch of unknown make: no hindrance until someone must take rows of it."""
+    """N; None for a batch of unknown make, or of two possible sizes, until the losses tell it."""
     try:
-        return num_rows(batch)
+        sizes = possible_sizes(batch)
     except InvalidInput:
         return None
+    return next(iter(sizes)) if len(sizes) == 1 else None
 
 
 def _score(step: SelectiveBackprop, call: Call) -> Scores:
@@ -413,7 +417,7 @@ def _train(step: SelectiveBackprop, call: Call, scored: Scores, selection: Selec
     """Stage 3: the losses of the rows that contribute, ``(K,)``, with a graph whose backward pays for them."""
 
     def forward(rows: Tensor) -> Tensor:
-        part = call.batch if run.is_everything else take(call.batch, rows)
+        part = call.batch if run.is_everything else take(call.batch, rows, selection.num_rows)
         return per_row("losses_fn", step.losses_fn(step.model, part), rows.numel())
 
     with timed(call.seconds, "select"):

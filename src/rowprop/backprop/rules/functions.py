@@ -1,4 +1,4 @@
-"""Custom autograd functions that treat rows alike: their own backward runs on the kept rows.
+"""Custom autograd functions and ops that treat rows alike: their own backward runs on the kept rows.
 
 A function is declared by the dimensions that the rows lie in, by :func:`rowwise` or by a rule. Where a declaration does
 not fit the tensors that are there, the backward runs at full size.
@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import EllipsisType
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rules.registry import FUNCTION_RULES, function_rule
+from rowprop.backprop.rules.registry import FUNCTION_RULES, Rule, function_rule
 from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, gather
+from rowprop.checks import shown
 from rowprop.errors import InvalidInput
 
-F = TypeVar("F", bound=type[torch.autograd.Function])
+F = TypeVar("F")
+_LEFT_OUT: Any = ...  # so that what is left out is refused in our sentence
 Declared = int | None | Sequence[int | None]
 Dims = int | None | tuple[int | EllipsisType | None, ...]
 """For each of several tensors the dimension that the rows lie in, None for a tensor without rows; or one for all.
@@ -115,8 +117,13 @@ def _values(node: Any, gradients: Sequence[Any], dims: Sequence[int | None], lik
     return values
 
 
-def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Callable[[F], F]:
+def rowwise(
+    *bare: NoReturn, saved: Declared = _LEFT_OUT, grads: Declared = _LEFT_OUT, outputs: Declared = 0
+) -> Callable[[F], F]:
     """Declare that a custom ``torch.autograd.Function`` treats every row by itself, so its backward may run on K rows.
+
+    An op of ``torch.library`` (``custom_op``, ``triton_op``) whose backward is registered in Python is declared the
+    same way: ``rowwise(saved=0, grads=0)(op)``.
 
     Any other custom backward gets the gradient of all N rows. A function is row by row if entry ``i`` of its outputs
     along a dimension depends only on entry ``i`` of its inputs, and on tensors that all rows share, such as weights.
@@ -126,6 +133,7 @@ def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Calla
     weight's gradient, are taken as they are.
 
     Args:
+        bare: Nothing: the dimensions are given by name.
         saved: For each of ``ctx.saved_tensors`` the dimension that the rows lie in; None for a tensor without rows. One
             number stands for all. If the rows of the outputs lie in dimension 0, a saved tensor may have several
             consecutive entries per row: ``(N, T, D)`` saved as ``(N * T, D)``.
@@ -134,11 +142,11 @@ def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Calla
         outputs: The same for each output of ``forward``. Default: 0.
 
     Returns:
-        A decorator that returns the class itself. A subclass has to declare for itself.
+        A decorator that returns the class or the op itself. A subclass has to declare for itself.
 
     Raises:
-        InvalidInput: The decorated object is no autograd function with a backward, or is declared already; a dimension
-            is not an integer of 0 or more.
+        InvalidInput: The decorated object is no autograd function with a backward and no op of ``torch.library``, or
+            is declared already; a dimension is left out, or is not an integer of 0 or more.
 
     Note:
         A wrong declaration gives wrong gradients. The backward runs at full size, and :func:`rowprop.watch` says why,
@@ -167,26 +175,46 @@ def rowwise(*, saved: Declared, grads: Declared, outputs: Declared = 0) -> Calla
         >>> weight.grad.tolist(), report.sliced["Linear"], report.densified
         ([[4.0], [6.0]], 1, {})
     """
+    if bare or saved is _LEFT_OUT or grads is _LEFT_OUT:
+        needed = "rowwise needs saved and grads by name, the dimensions that the rows lie in"
+        raise InvalidInput(f"{needed}; write rowwise(saved=0, grads=0)({shown(bare[0]) if bare else '...'}).")
     given = {"saved": saved, "grads": grads, "outputs": outputs}
     where = {name: _checked(name, dims) for name, dims in given.items()}
 
-    def rule(node: Any, backward: Any, *gradients: RowSlice | Tensor | None) -> Any:
-        # The backward may clip or normalise, so it gets rows that repeat as one. It may write to them, so they are its
-        # own: below a flip, which moves rows and copies none, others hold the same values.
-        own = [g.like(g.merged().values.clone()) if type(g) is RowSlice else g for g in gradients]
-        return on_kept_rows(node, own, **where)
-
     def declare(function: F) -> F:
-        base, own = cast("list[Any]", [torch.autograd.Function, function])
+        base, own, op = cast("list[Any]", [torch.autograd.Function, function, _op_in(function)])
         is_function = isinstance(own, type) and issubclass(own, base)
-        if not is_function or (own.backward is base.backward and own.vjp is base.vjp):
-            raise InvalidInput(f"rowwise got {function!r} but a torch.autograd.Function with a backward was needed.")
-        if function in FUNCTION_RULES:
-            raise InvalidInput(f"{function.__qualname__} is declared row by row twice; keep one declaration.")
-        function_rule(function)(rule)
+        if op is None and (not is_function or (own.backward is base.backward and own.vjp is base.vjp)):
+            needed = "a torch.autograd.Function with a backward, or an op of torch.library, was needed."
+            raise InvalidInput(f"rowwise got {function!r} but {needed}")
+        key = own if op is None else op
+        if key in FUNCTION_RULES:
+            raise InvalidInput(f"{key.__name__} is declared row by row twice; keep one declaration.")
+        dims: dict[str, Any] = dict(where)
+        if op is not None and isinstance(dims["grads"], tuple):
+            dims["grads"] = (*dims["grads"], ...)  # for arguments of torch's own
+
+        def rule(node: Any, backward: Any, *gradients: RowSlice | Tensor | None) -> Any:
+            # The backward may clip or normalise, so it gets rows that repeat as one. It may write to them, so they are
+            # its own: below a flip, which moves rows and copies none, others hold the same values.
+            given = [g.like(g.merged().values.clone()) if type(g) is RowSlice else g for g in gradients]
+            return on_kept_rows(node, given, **dims)
+
+        FUNCTION_RULES[key] = Rule(rule, "functions")
         return function
 
     return declare
+
+
+def _op_in(function: Any) -> Any:
+    """The op of torch.library that a definition, a name in torch.ops or the op itself stands for; None for others."""
+    ops, library = cast("Any", torch)._ops, cast("Any", torch.library)
+    if isinstance(function, library.CustomOpDef):
+        function = function._opoverload
+    elif isinstance(function, ops.OpOverloadPacket):
+        overloads = function.overloads()
+        function = getattr(function, overloads[0]) if len(overloads) == 1 else None
+    return function if isinstance(function, ops.OpOverload) and function.namespace not in ("aten", "prims") else None
 
 
 def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:

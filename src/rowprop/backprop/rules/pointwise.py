@@ -202,8 +202,12 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         return Densify("adding something that is not a gradient does not map zero to zero")
     origin = g.rows.origin
     if origin is None or (g.rows.unique and not g.rows.moved) or g.rows.num_rows >= origin.num_rows:
-        added = "a gradient of all rows is added to it: a mean that losses are divided by, or pairs of rows"
-        return Densify(f"{added}; detach() a mere scale")
+        added = "is added to it: a mean that losses are divided by, or pairs of"
+        if not g.layout.minor:
+            return Densify(f"a gradient of all rows {added} rows; detach() a mere scale")
+        others = "exact attention, whose keys and values are of all tokens"
+        remedy = "attention='cut' leaves out those of tokens that are not kept, detach() a mere scale"
+        return Densify(f"a gradient of all tokens {added} tokens, or {others}; {remedy}")
     # Positions of a parameter, such as a prefix: few, and none of them a row of the batch.
     return op(g.dense(), other, alpha=alpha) if g is a else op(other, g.dense(), alpha=alpha)
 

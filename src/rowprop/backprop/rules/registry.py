@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import weakref
 from collections.abc import Callable
@@ -25,7 +26,8 @@ class Rule:
 
 
 RULES: dict[Op, Rule] = {}  # the rule of each aten op
-FUNCTION_RULES: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()  # of autograd.Function classes
+FUNCTION_RULES: weakref.WeakKeyDictionary[Any, Rule] = weakref.WeakKeyDictionary()
+"""Of classes of autograd.Function, and of ops of torch.library, each of which has such a class of torch's making."""
 _NAMED: dict[str, Rule] = {}
 _KINDS: list[tuple[Callable[[type], bool], Rule]] = []
 
@@ -96,10 +98,22 @@ def rule_of_function(function: type) -> Rule | None:
     found = FUNCTION_RULES.get(function)
     if found is None:
         found = _NAMED.get(f"{function.__module__}.{function.__qualname__}")
+        op = op_of(function)
+        found = found or (None if op is None else FUNCTION_RULES.get(op))
         found = found or next((rule for is_for, rule in _KINDS if is_for(function)), None)
         if found is not None:
             FUNCTION_RULES[function] = found
     return found
+
+
+def op_of(function: Any) -> Any:
+    """The op of torch.library whose backward runs in this class, which torch made for it; None for another class."""
+    if function.__module__ != "torch._library.autograd":
+        return None
+    held = inspect.getclosurevars(function.forward).nonlocals
+    while "orig_forward" in held:  # of an op that takes or returns lists of tensors
+        held = inspect.getclosurevars(held["orig_forward"]).nonlocals
+    return held.get("op")
 
 
 def op_name(op: Op) -> str:
