@@ -145,7 +145,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = by_name({
     "progress gate at_least first last": (0.5, isfinite), "seconds tolerance": (0.5, lambda v: 0 < v < inf),
     "recent multiple_of total_steps accumulate_to min_rows total epochs batch_rows": (3, lambda v: v >= 1),
     "staleness num_replicas rounds": (1, lambda v: v >= 1), "interrupt batch_index trained": (3, lambda v: v >= 0),
-    "num_rows": (N, lambda v: v == N), "seed rank": (0, lambda v: v >= 0), "beta": (3.0, lambda v: 0 <= v < inf),
+    "num_rows size": (N, lambda v: v == N), "seed rank": (0, lambda v: v >= 0), "beta": (3.0, lambda v: 0 <= v < inf),
     "index": (0, lambda v: -3 <= v < 3), "ids positions": (IDS, whole(N)), "classes": (IDS % 3, whole(N)),
     "rows": (ROWS, lambda t: TABLE["rows"](t) and t.tolist() == sorted({*t.tolist()})), "saved grads": (0,),
     "scores kept": (SCORES, floats(lambda t: t.ndim == 1)), "losses": (SCORES, floats(lambda t: t.shape == (N,))),
@@ -209,8 +209,8 @@ ENTRIES: dict[str, dict[str, Any]] = by_name({
 }  # fmt: skip
 FOR_TYPES = dict.fromkeys("LossHistory NDArray PruningSampler Group Selector".split(), list)  # for a type checker only
 # What the step checks where a losses function gives it; for the library's own use; protocols; made by the library.
-UNTRIED = """Scored map_tensors tensors keep_at kept_losses share Selector KnownKeep Stateful Engine ThinRecord Plan
-Verification Record""".split()
+UNTRIED = """Scored map_tensors tensors possible_sizes keep_at kept_losses share Selector KnownKeep Stateful Engine
+ThinRecord Plan Verification Record""".split()
 
 
 class Argument(NamedTuple):

@@ -86,7 +86,7 @@ def take(batch: Any, rows: Tensor, size: int | None = None) -> Any:
         raise InvalidInput(f"take got {given}; turn a mask into indices with `mask.nonzero().squeeze(1)`.")
     sizes = possible_sizes(batch)
     size = next(iter(sizes)) if size is None else size
-    if size not in sizes:
+    if type(size) is not int or size not in sizes:
         raise InvalidInput(f"take got size={size} but a batch of {' or '.join(map(str, sizes))} rows.")
     if size == 0 and rows.numel() > 0:
         raise InvalidInput(f"take got {rows.numel()} rows to take but the batch has none.")

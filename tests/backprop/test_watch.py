@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import rowprop
 from picks import ROWS, Take, as_indexed, chain, gradients, net, saving
 from rowprop.backprop.watch import Densified
+from rowprop.cost.flops import count_flops
 
 N, K = 32, 8
 ALL = torch.arange(N)
@@ -141,6 +143,20 @@ def test_a_mode_that_runs_ops_by_itself_is_named():
     with Tracker():
         report = as_indexed(lambda take: gradients(lambda: take(chain(x, w, v), ROWS).mean(), [w, v]))
     assert {entry.reason.partition(",")[0] for entry in report.densified.values()} == {"a TorchDispatchMode"}
+
+
+def test_a_flop_counter_around_half_of_a_split_backward_is_told_what_counts_there():
+    # Red when: the reason names no counter, or ours densifies, too.
+    def densified(counter: Any) -> list[str]:
+        x, w, v = net()
+        hidden = x @ w
+        half = torch.autograd.grad(rowprop.pick((hidden.tanh() @ v).sum(1), ROWS).sum(), [w, hidden], retain_graph=True)
+        with rowprop.watch() as report, counter:
+            torch.autograd.grad(hidden, w, half[1])
+        return [entry.reason for entry in report.densified.values()]
+
+    assert "count FLOPs by rowprop.cost.flops.count_flops" in densified(FlopCounterMode(display=False))[0]
+    assert densified(count_flops()) == []
 
 
 def test_watch_names_the_op_that_mixes_rows_and_counts_its_calls():

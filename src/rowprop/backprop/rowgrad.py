@@ -138,7 +138,8 @@ class RowGrad(Tensor):
                 return func(*args, **kwargs)
             name = getattr(func, "__name__", str(func))
             if isinstance(func, cast(Any, torch)._ops.OpOverload):
-                note_densified(name, "a TorchDispatchMode, as of a memory tracker, ran the op by itself; leave it out")
+                did = "a TorchDispatchMode, as of a memory tracker, ran the op by itself"
+                note_densified(name, f"{did}; leave it out, or count FLOPs by rowprop.cost.flops.count_flops")
             else:
                 did = "Python code (a hook or a custom function) read or changed the gradient"
                 note_densified(name, f"{did}; let a hook only scale it, or leave it out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -82,8 +82,7 @@ class ZeroReport:
 LEAST = 0.05  # the share of unwatched FLOPs from which on the report tells it
 
 
-@contextmanager
-def find_zeros(model: nn.Module) -> Generator[ZeroReport]:
+def find_zeros(model: nn.Module) -> AbstractContextManager[ZeroReport]:
     """Find which gradients are zero in the training steps of the block, and what :func:`rowprop.skip_zeros` saves.
 
     Args:
@@ -115,6 +114,11 @@ def find_zeros(model: nn.Module) -> Generator[ZeroReport]:
         70% of the rows at 1 have no gradient; skip_zeros there saves 70% of the backward's FLOPs.
     """
     check_kind("find_zeros", "model", model, nn.Module, "a torch.nn.Module was needed.")
+    return _measured(model)
+
+
+@contextmanager
+def _measured(model: nn.Module) -> Generator[ZeroReport]:
     named: dict[str, nn.Module] = {path or type(model).__name__: m for path, m in cast(Any, model).named_modules()}
     paths = {module: [path] for path, module in named.items()}  # by module: whose skip_zeros() looks at its outputs
     for path, module in named.items():
