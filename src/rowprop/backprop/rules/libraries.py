@@ -84,9 +84,9 @@ def _cross_entropy(node: Any, backward: Any, *grads: Any) -> Any:
 
 def _straight_through(node: Any, backward: Any, g: RowSlice) -> Any:
     """Rounding or clamping, entry by entry, with the gradient of the identity."""
-    returned = cast(Any, type(node)).apply(node, g.values)
-    first, *others = returned if isinstance(returned, tuple) else (returned,)
-    return g.like(first), *others
+    returned: Any = cast(Any, type(node)).apply(node, g.values)
+    to_input, *others = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
+    return g.like(to_input), *others
 
 
 _LIKE_SPARSEMAX = """liger_kernel.ops.sparsemax.LigerSparsemaxFunction entmax.activations.SparsemaxFunction
