@@ -31,7 +31,7 @@ from bench_step import RESULTS, device_stem, save, setting, spread
 
 VOCABULARY, WIDTH, DEPTH, HEADS, LENGTH, ROWS = 2048, 192, 4, 4, 128, 16
 HEADER = (
-    "| training | went on | error | FLOPs | backward (quartiles) | step (quartiles) | limit |\n" + "|---" * 7 + "|\n"
+    "| training | skipped | error | FLOPs | backward (quartiles) | step (quartiles) | limit |\n" + "|---" * 7 + "|\n"
 )
 
 
@@ -506,7 +506,11 @@ def line(row: dict[str, Any]) -> str:
     def ratio(value: dict[str, float]) -> str:
         return f"{value['median']:.2f} ({value['q1']:.2f} to {value['q3']:.2f})"
 
-    cells = [row["training"], row["record"].partition(" went on")[0], f"{row['gradients_differ_by']:.0e}"]
+    cells = [
+        row["training"],
+        row["record"].removeprefix("skipped ").partition(":")[0],
+        f"{row['gradients_differ_by']:.0e}",
+    ]
     cells += [f"{row['flops_ratio']:.2f}", ratio(row["backward_ratio"]), ratio(row["step_ratio"])]
     cells += [f"{row['step_limit']['median']:.2f}"]
     return f"| {' | '.join(cells)} |\n"

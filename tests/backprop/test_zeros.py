@@ -990,6 +990,16 @@ def test_a_module_that_a_gradient_came_to_is_not_warned_of():
     assert handle.record.kept == 3 and str(ended) == "SkippingZeros(no backward yet)"
 
 
+def test_a_module_below_skipped_zeros_is_not_warned_of():
+    # Red where a gradient that comes sliced, and has no further zeros, does not count as one that came.
+    policy = Policy()
+    rowprop.skip_zeros(policy.net)
+    below = rowprop.skip_zeros(policy.net[0])
+    for _ in range(3):
+        of_method(policy).backward()
+    assert str(below) == "SkippingZeros(the gradient had no further zeros when it came)"
+
+
 def test_each_of_two_heads_is_told_and_the_largest_saving_comes_first():
     # The trunk costs what both need. The backward comes to the second head first.
     def halves(model: nn.Module) -> Tensor:

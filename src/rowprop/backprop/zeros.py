@@ -189,8 +189,11 @@ class SkippingZeros(Handle):
         if not torch.is_grad_enabled():
             return
 
-        def keep(record: SkipRecord) -> None:
+        def keep(record: SkipRecord | None) -> None:
             self._missing.remove()
+            if record is None:
+                self._missing.said = "the gradient had no further zeros when it came"
+                return
             self.records = running().of(self, dict[str, SkipRecord])
             self.records[place] = min(self.records.get(place, record), record, key=lambda each: each.share)
 
@@ -301,10 +304,13 @@ class Skip:
         self,
         tensor: Tensor,
         place: str,
-        keep: Callable[[SkipRecord], None],
+        keep: Callable[[SkipRecord | None], None],
         active: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Have the gradient of a tensor lose its zeros; ``keep`` is told what became of each gradient."""
+        """Have the gradient of a tensor lose its zeros.
+
+        ``keep`` gets the record of each gradient, or None for one that came sliced and has no further zeros.
+        """
         layout = self.layout(tensor)
         if layout is None:
             return
@@ -321,8 +327,8 @@ class Skip:
             if not active():
                 return None
             look = self.look(grad, layout, dims, place)
-            if look.found is not None or type(grad) is not RowGrad or grad.full is not None:
-                keep(look.record)  # else nothing became of it since it was sliced, where it was told
+            sliced = type(grad) is RowGrad and grad.full is None
+            keep(None if sliced and look.found is None else look.record)
             return look.found
 
         hook_gradient(tensor, layout, change)
@@ -371,11 +377,8 @@ class Skip:
             return None, count, f"more are nonzero than capacity={self.capacity} takes"
         if count > MOST * total:
             return None, count, f"more than {100 * MOST:.0f} % are nonzero"
-        return (
-            places if count else places.new_zeros(1),
-            count,
-            "their gradient is zero",
-        )  # each parameter gets its zeros
+        kept = places if count else places.new_zeros(1)  # one row of zeros: each parameter gets its gradient
+        return kept, count, "their gradient is zero"
 
     def _first_live(self, live: Tensor, room: int) -> tuple[Tensor | None, None, str]:
         """As many places as there is room for, nonzero ones first, found without a wait."""
