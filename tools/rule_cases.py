@@ -688,7 +688,8 @@ for name in """abs asin asinh atan ceil erf expm1 floor cos log1p nan_to_num rel
 trunc exp neg alias detach square""".split():
     direct(f"(3,) aten.{name}(g)")
 direct("""
-(3,) aten.mm(aten.t(g), g); aten.mul(g, g); aten.square(aten.cat([g, g])); aten.pow.Tensor_Scalar(g, 2)
+(3,) aten.isnan(aten.sqrt(g)); aten._is_any_true(aten.isnan(aten.sqrt(g))); aten.any(g)
+    aten.mm(aten.t(g), g); aten.mul(g, g); aten.square(aten.cat([g, g])); aten.pow.Tensor_Scalar(g, 2)
     aten.pow.Tensor_Scalar(aten.add(g, 20), -1); aten.pow.Tensor_Scalar(g, 0); aten.clamp(g, -0.1, 0.1)
     aten.clamp(g, 0.1, 0.2); aten.clamp(g, None, -0.5); aten.div(torch.ones(N, 3), aten.add(g, 10))
     aten.xlogy(g, aux(N, 3).abs()); aten.xlogy(aux(N, 3), aten.add(g, 10)); aten.special_xlog1py(g, aux(3).abs())
