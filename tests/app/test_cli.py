@@ -68,14 +68,14 @@ def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("module", "package"),
-    [("matplotlib.figure", "matplotlib"), ("jinja2", "jinja2"), ("sklearn.datasets", "scikit-learn")],
+    [("matplotlib.figure", "matplotlib"), ("sklearn.datasets", "scikit-learn"), ("scipy.special", "scipy")],
 )
 def test_compare_asks_for_its_packages_before_it_does_anything(module: str, package: str, monkeypatch, tmp_path: Path):
     # Red: after the import of torch, or after the data are loaded.
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "rowprop.app.compare.run", None)
     said = f"rowprop: rowprop compare needs {package}, which is not installed; run: pip install matplotlib jinja2 "
-    refused(run("compare", "--out", tmp_path), f"{said}pillow scikit-learn.")
+    refused(run("compare", "--out", tmp_path), f"{said}pillow scipy scikit-learn.")
 
 
 def verify(model: str, *arguments: str):
