@@ -10,7 +10,9 @@ import torch
 import decoders
 from decoders import DECODERS, MASKS, PACKED, SOME, Decoder, keep_of
 from families import ENTRIES, PAGE, SINGLE, TIMM, TORCHVISION, TRANSFORMERS, frozen_entry
-from zoo import KEEP, Backward, Entry, errors, masked, sliced
+from transformers_all import DENSE, FOUND
+from transformers_all import LIMIT as DEAR
+from zoo import KEEP, ROWS, Backward, Entry, N, errors, masked, sliced
 
 LIMIT = KEEP + 0.02
 PACKAGES = ("torch", "torchvision", "timm", "transformers")
@@ -96,7 +98,31 @@ Parts of {single} run in float32 whatever the dtype.
 `nox -s torchvision` tries torchvision's own models at their own width and depth
 ([errors and FLOPs](../benchmarks/results/2026-11-25-torchvision-cpu.md)).
 
-{tables([text for text, _ in lines])}{tokens()}"""
+{tables([text for text, _ in lines])}{tokens()}{every_class()}"""
+
+
+def every_class() -> str:
+    """What `--all` found when it last ran."""
+    counts = "".join(f"| {head} | {' | '.join(map(str, found))} |\n" for head, found in FOUND.items())
+    dense = "".join(f"| {name} | {share:.2f} | {reason} |\n" for name, (share, reason) in DENSE.items())
+    return f"""
+## Every class of transformers 5.24
+
+`nox -s families -- --all` builds every class of five auto mappings from the default configuration of its type, with
+smaller sizes, and keeps {len(ROWS)} of {N} rows. It fails if a gradient is wrong, or if a model costs more than
+{DEAR} of the FLOPs and is not listed here. Run with transformers 5.24.0 and torch 2.13.0 on the CPU.
+*Built* are those whose plain backward ran. Most others need an image, a sound, another model's states or an
+optional package, or their default configuration does not run in transformers.
+The command prints why.
+
+| class | types | built | exact | at most {DEAR} of the FLOPs |
+|---|---|---|---|---|
+{counts}
+These cost more. The share is the most that any of the classes costs.
+
+| type | FLOPs | why |
+|---|---|---|
+{dense}"""
 
 
 def tokens() -> str:

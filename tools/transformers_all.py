@@ -58,8 +58,8 @@ _NAMES = [
     ),
     (
         8,
-        """qk_rope_head_dim rotary_dim sliding_window num_experts num_local_experts n_routed_experts moe_num_experts
-        sliding_window_size hidden_size_per_layer_input""",
+        """qk_rope_head_dim rotary_dim sliding_window attention_window num_experts num_local_experts n_routed_experts
+        moe_num_experts sliding_window_size hidden_size_per_layer_input""",
     ),
     (
         128,
@@ -69,7 +69,7 @@ _NAMES = [
     (
         2,
         """num_experts_per_tok moe_k moe_topk linear_num_key_heads num_kv_heads n_group topk_group
-        swa_num_key_value_heads""",
+        swa_num_key_value_heads num_self_attends_per_block""",
     ),
     (
         4,
@@ -83,33 +83,105 @@ _NAMES = [
     ),
 ]
 SIZES = {name: size for size, names in _NAMES for name in names.split()}
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
 OWN: dict[str, dict[str, Any]] = {
+    "CausalLM:reformer": {"is_decoder": True},
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1]},
+    "blenderbot": {"encoder_layers": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "donut-swin": {"image_size": 64, "window_size": 2},
+    "dory": {"sliding_window": 32, "n_input_layers": 1, "n_output_layers": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "esm": {"vocab_size": V},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "gemma3n.text_config": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
+    "lilt": {"hidden_size": 96},
     "longcat_flash": {"qk_head_dim": 24, "head_dim": 8},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
+    "mobilevitv2": {"image_size": 64},
+    "mobilebert": {"embedding_size": 32},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
-    "reformer": {"is_decoder": True},
+    "perceiver": {"max_position_embeddings": T, "num_latents": 16},
+    "qwen4_exp.text_config": _INDEXER,
+    "qwen4_exp_text": _INDEXER,
+    "reformer": {
+        "axial_pos_embds_dim": [16, 48],
+        "axial_pos_shape": [4, 6],
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+        "hash_seed": 1,  # it draws seeds of its own in each forward, for its hashes and its dropout
+        "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
+    },
+    "resnet": {"depths": [1, 1, 1, 1]},  # deeper, its logits grow until the gradient is zero
+    "swin": {"image_size": 64, "window_size": 2},
+    "textnet": {"image_size": [64, 64]},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "mode": "train", "chunk_size": 8},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 32,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
 }
-"""What some types need beside SIZES: sizes that depend on one another, and what has to be set before training."""
-DENSE: dict[str, str] = {
-    "funnel": "`as_strided` shifts relative positions in memory that has the heads before the rows",
-    "led": "`as_strided` makes overlapping windows: autograd adds up rows that are merged with heads",
-    "longformer": "`as_strided` makes overlapping windows: autograd adds up rows that are merged with heads",
-    "prophetnet": "`slice_backward` cuts through the predicted streams, which are merged with time",
+"""What some types, their parts or one of their classes need beside SIZES: sizes that depend on one another, and what
+has to be set before training."""
+_WINDOWS = "`as_strided` makes overlapping windows: autograd adds up rows that are merged with heads"
+_SHIFT = "`as_strided` shifts relative positions in memory that has the heads before the rows"
+_STREAMS = "`slice_backward` cuts through the predicted streams, which are merged with time"
+_ALTUP = "stacked streams are changed in place: autograd reads them by `as_strided`, with the streams before the rows"
+_CUSTOM = "a custom function, `{}`, which rowprop cannot see into"
+DENSE: dict[str, tuple[float, str]] = {
+    "funnel": (0.98, _SHIFT),
+    "gemma3n": (1.0, _ALTUP),
+    "gemma3n_text": (1.0, _ALTUP),
+    "jetmoe": (
+        0.89,
+        "classification only: one token of each sequence is kept, and the attention's batch is not its first dimension",
+    ),
+    "led": (0.48, _WINDOWS),
+    "longcat_flash": (
+        0.84,
+        "keys are copied into two parts of an empty tensor: the gradient of the first copy is dense, and not reported",
+    ),
+    "longformer": (0.83, _WINDOWS),
+    "prophetnet": (0.97, _STREAMS),
+    "reformer": (1.0, _CUSTOM.format("_ReversibleFunction") + ": it runs the layers again"),
+    "swinv2": (0.27, "the layers that make the position biases see no rows: they run once for any number"),
+    "switch_transformers": (
+        0.34,
+        "an expert without kept tokens keeps one, and the layers below run its whole sequence; 0.25 with 2 experts",
+    ),
+    "yoso": (0.86, _CUSTOM.format("YosoCumulation")),
 }
-"""The types that cost more than LIMIT, with the reason."""
+"""The types that cost more than LIMIT: at most this share of the FLOPs, with the reason."""
+FOUND = {
+    "CausalLM": (196, 188, 188, 183),
+    "MaskedLM": (51, 51, 51, 47),
+    "Seq2SeqLM": (38, 36, 36, 33),
+    "SequenceClassification": (127, 126, 126, 121),
+    "ImageClassification": (42, 37, 37, 36),
+}
+"""For the page, by class: the types, those built, those exact, those at most LIMIT of the FLOPs."""
 LIMIT, ERROR = 0.26, 3e-5
 
 
@@ -140,7 +212,9 @@ def built(head: str, type_: str) -> nn.Module:
     torchvision_models()  # transformers imports it
     import transformers
 
+    OWN[type_] = OWN.get(type_, {}) | OWN.get(f"{head}:{type_}", {})
     config = shrunken(transformers.CONFIG_MAPPING[type_], type_)
+    config.architectures = config.architectures or []  # DeiT has two classes, and transformers reads the list
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, f"AutoModelFor{head}").from_config(config).train()
     with torch.no_grad():
@@ -157,9 +231,12 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
     ids = torch.randint(3, min(200, getattr(model.config, "vocab_size", V)), (N, T), generator=made)
     main = model.main_input_name
     if main == "pixel_values" and "input_ids" not in names:
-        size = model.config.image_size
+        config = getattr(model.config, "vision_config", model.config)
+        size = getattr(config, "image_size", 32)
         high, wide = size if isinstance(size, (list, tuple)) else (size, size)
         return {"pixel_values": torch.randn(N, 3, high, wide, generator=made)}
+    if model.config.is_encoder_decoder and type(model).__name__.endswith("ForSequenceClassification"):
+        ids[:, -1] = model.config.eos_token_id  # the head reads there
     inputs = {"input_ids": ids}
     if "attention_mask" in names:
         inputs["attention_mask"] = (torch.arange(T) < torch.randint(T - 4, T + 1, (N, 1), generator=made)).long()
@@ -191,7 +268,7 @@ def backward(model: nn.Module, picks: bool) -> Backward:
 
 
 def said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def trial(head: str, type_: str) -> dict[str, Any]:
@@ -204,6 +281,11 @@ def trial(head: str, type_: str) -> dict[str, Any]:
             full = backward(model, False)
         except Exception as error:
             reason = said(error)
+            continue
+        if not all(grad is None or grad.isfinite().all() for grad in full.grads.values()):
+            reason = (
+                "plain indexing gives a gradient that is not finite"  # ProphetNet masks with float64's least number
+            )
             continue
         part = backward(model, True)
         return told | {
@@ -252,11 +334,16 @@ def trials(only: list[str]) -> Iterator[dict[str, Any]]:
                 yield isolated(head, type_)
 
 
+def listed(told: dict[str, Any]) -> bool:
+    """Whether the model costs more than LIMIT, and at most as much as DENSE says."""
+    return LIMIT < told["share"] <= DENSE.get(told["type"], (0.0, ""))[0]
+
+
 def line(told: dict[str, Any]) -> str:
     """A model's line of the table."""
     if "failed" in told:
         return f"| {told['head']} | {told['type']} | | | | not run: {told['failed']} |"
-    reason = DENSE.get(told["type"], "") if told["share"] > LIMIT else ""
+    reason = DENSE[told["type"]][1] if listed(told) else ""
     reason = reason or "; ".join(f"`{name}`: {why}" for name, why in told["densified"].items())
     return (
         f"| {told['head']} | {told['type']} | {told['dtype']} | {told['error']:.0e} | {told['share']:.3f} | {reason} |"
@@ -276,9 +363,10 @@ def main(only: list[str]) -> int:
         ran = [told for told in every if told["head"] == head and "failed" not in told]
         dear = [told for told in ran if told["share"] > LIMIT]
         off = [told["type"] for told in ran if not told["error"] <= ERROR]
-        wrong += off + [told["type"] for told in dear if told["type"] not in DENSE]
+        wrong += off + [told["type"] for told in dear if not listed(told)]
         wrong += [t["type"] for t in every if t["head"] == head and t.get("failed", "").startswith("rowprop")]
-        print(f"\n{head}: {len(ran)} ran, {len(off)} inexact, {len(ran) - len(dear)} at most {LIMIT} of the FLOPs")
+        tried, exact, within = sum(told["head"] == head for told in every), len(ran) - len(off), len(ran) - len(dear)
+        print(f"\n| {head} | {tried} | {len(ran)} | {exact} | {within} |")
     print(f"\nwrong, or dear without a reason: {' '.join(wrong) or 'none'}")
     return 1 if wrong else 0
 
