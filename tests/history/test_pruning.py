@@ -325,10 +325,10 @@ def test_rows_that_are_not_yet_passed_come_once_and_in_order_after_a_resume(
                 epoch = step.sampler.epoch
                 count = times[(epoch + int(ids[0])) % len(times)]
                 for _ in range(count):
-                    step(values, ids=ids)
+                    step(values.requires_grad_(), ids=ids)
                 earlier += [(values, ids)] * (count > 0)
                 if count == 3:  # and one of before once more
-                    step(earlier[0][0], ids=earlier[0][1])
+                    step(earlier[0][0].requires_grad_(), ids=earlier[0][1])
                 seen.append((epoch, ids.tolist(), count))
                 if len(seen) == stop:
                     return seen
