@@ -109,7 +109,9 @@ def every_class() -> str:
 ## Every class of transformers 5.24
 
 `nox -s families -- --all` builds every class of five auto mappings from the default configuration of its type, with
-smaller sizes, and keeps {len(ROWS)} of {N} rows. It fails if a gradient is wrong, or if a model costs more than
+smaller sizes, and keeps {len(ROWS)} of {N} rows.
+A few types also need settings that their small size asks for, and Reformer runs without dropout and with a fixed seed.
+It fails if a gradient is wrong, or if a model costs more than
 {DEAR} of the FLOPs and is not listed here. Run with transformers 5.24.0 and torch 2.13.0 on the CPU.
 *Built* are those whose plain backward ran. Most others need an image, a sound, another model's states or an
 optional package, or their default configuration does not run in transformers.
