@@ -188,7 +188,7 @@ def check_gradients(
 
 
 FORWARD_READS = {"nn_transformer", "experts_index_add", "experts_index_put", "experts_tokens"}
-FORWARD_READS |= {"shares", "matrices", "source_separation"}
+FORWARD_READS |= {"shares", "matrices", "source_separation", "flow", "idle_experts"}
 """Models whose own forward reads: torch asks a mask whether it is causal, and tokens are routed by masks. It checks a
 distribution's parameters, whether a matrix has a factor, and whether windows overlap."""
 

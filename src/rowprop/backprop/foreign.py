@@ -247,8 +247,8 @@ def _take_rows_alike(node: Any) -> list[Callable[[], Any]]:
 
     def enter(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
         g = unwrap(grads[0])
-        if type(g) is not RowSlice or g.layout.minor or g.rows.absent is not None:
-            return None
+        if type(g) is not RowSlice or g.layout.minor or g.rows.absent is not None or g.values.is_complex():
+            return None  # complex numbers have another formula
         if g.layout.holds(node._saved_dim % 2**64 % (2**64 - g.ndim)):  # -1 is saved as 2**64 - 1
             return None
         inside = RowGrad(g)
