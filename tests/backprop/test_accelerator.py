@@ -38,6 +38,12 @@ OTHERWISE["mask_entries"] = {"add"}  # the gradient that a write made dense, see
 NOT_EMULATED = {
     "ctc_joined",  # its index.cpu() stays on this device
     *["in_place_spectrum_adjoint", "in_place_spectrum_conj_imag"],  # a conjugate's memory is not that of the number
+    # The zeros that a formula makes are told by their type, a plain tensor, which the emulated device does not have.
+    *(
+        f"step_{name}"
+        for name in "bernoulli_ copysign nextafter normal poisson angle sgn eq_ ne_ ge_ gt_ le_ lt_".split()
+    ),
+    *("flow", "idle_experts"),
 }
 
 
@@ -143,7 +149,7 @@ def test_a_decoders_tokens_have_the_gradients_of_the_cpu(mask: str, way: str):
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda e: e.name)
+@pytest.mark.parametrize("entry", [e for e in zoo.ENTRIES if e.name not in NOT_EMULATED], ids=lambda e: e.name)
 def test_a_model_of_the_zoo_has_the_gradients_of_the_cpu(entry: zoo.Entry):
     with installed(*CELLS):
         check(entry.name, device_cases.of_model(entry), list(zoo.ROWS), 1e-9)
