@@ -82,7 +82,7 @@ CASES["sparse fast sigmoid"] = ("snntorch", spikes, "SparseFastSigmoid", 25, 1)
 
 @pytest.mark.parametrize("rows", [[1, 4, 5], [2]])
 @pytest.mark.parametrize("name", CASES)
-# Red where _straight_through returns twice the gradient; where _sparsemax takes the saved tensors as without rows.
+# Red where _own returns twice the gradient; where _sparsemax takes the saved tensors as without rows.
 # Red for spikes where _over_last leaves the saved tensors whole.
 def test_the_gradient_is_exact_and_nothing_densifies(name: str, rows: list[int]):
     package, make, *arguments = CASES[name]

@@ -339,8 +339,8 @@ def _densify_inputs(node: Any, name: str, function: Any) -> Callable[[], None]:
             what, remedy = f"{name}, a custom autograd function,", "declare it by rowprop.rowwise"
             if function is None:
                 what, remedy = f"{name}, in C++,", "call it in an autograd.Function of your own with rowprop.rowwise"
-            elif op_of(function) is not None:
-                what = f"{op_of(function)}, an op of torch.library,"
+            elif (op := op_of(function)) is not None:
+                what = f"{op}, an op of torch.library,"
             note_densified("custom function", f"{what} has a dense gradient; if it treats rows alike, {remedy}")
         return tuple(map(plain, grads))
 

@@ -107,7 +107,8 @@ class RowGrad(Tensor):
         name, writes, views, flat, functional = _traits(func)
         if writes and type(args[0]) is RowGrad:
             return _in_place(func if args[0].full is not None else functional, func, name, args, kwargs)
-        if getattr(args[0], "alike", False):
+        first = args[0]
+        if type(first) is RowGrad and first.alike:
             out = RowGrad(cast(RowSlice, local(func, *map(unwrap, args), **kwargs)))
             out.alike = True
             return out

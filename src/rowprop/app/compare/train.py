@@ -33,7 +33,6 @@ from rowprop.step.record import Record
 ENDLESS = 1_000_001  # stands for an unknown number of epochs: none is a millionth of them, and none is the last
 EVALUATED = 512  # rows, or tokens, that are evaluated together
 WARMUP_STEPS = 3
-
 WARMUP_SHARE = 0.15  # of the training, in which the learning rate rises
 FULL_AFTER = 0.875  # of the seconds; after them a method that prunes trains all rows
 HOLDOUT_SHARE: dict[Unit, int] = {"row": 4, "token": 2}  # two models get this part of the epochs, on half of the rows

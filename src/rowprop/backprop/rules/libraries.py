@@ -82,11 +82,19 @@ def _cross_entropy(node: Any, backward: Any, *grads: Any) -> Any:
     return on_kept_rows(node, grads, saved=0, grads=(0, ...), outputs=(0, ...))
 
 
-def _straight_through(node: Any, backward: Any, g: RowSlice) -> Any:
-    """Rounding or clamping, entry by entry, with the gradient of the identity."""
-    returned: Any = cast(Any, type(node)).apply(node, g.values)
+def _own(node: Any, g: RowSlice, **changed: Any) -> tuple[Any, ...]:
+    """What a function's own backward makes of the kept values, with some attributes of its node changed.
+
+    The gradient of its first argument has the rows; those of the others have none.
+    """
+    returned: Any = cast(Any, type(node)).apply(NodeWith(node, **changed), g.values)
     to_input, *others = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
-    return g.like(to_input), *others
+    return (None if to_input is None else g.like(to_input)), *others
+
+
+def _entry_by_entry(node: Any, backward: Any, g: RowSlice) -> Any:
+    """Rounding or clamping with the gradient of the identity, which reads no saved tensor."""
+    return _own(node, g)
 
 
 _LIKE_SPARSEMAX = """liger_kernel.ops.sparsemax.LigerSparsemaxFunction entmax.activations.SparsemaxFunction
@@ -103,7 +111,7 @@ for _name in _LIKE_SPARSEMAX.split():
 for _name in _LIKE_CROSS_ENTROPY.split():
     function_rule(_name)(_cross_entropy)
 for _name in _ROUNDED.split():
-    function_rule(f"brevitas.ops.autograd_ste_ops.{_name}", positions=True)(_straight_through)
+    function_rule(f"brevitas.ops.autograd_ste_ops.{_name}", positions=True)(_entry_by_entry)
 
 
 @function_rule("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction")
@@ -133,10 +141,7 @@ def _over_last(node: Any, g: RowSlice, **changed: Any) -> Any:
     """A function over the last dimension, at rows or positions; its first argument and what it saved have these."""
     if g.layout.holds(g.ndim - 1):
         raise NeedsAllRows("the function works over the rows' own dimension")
-    kept = NodeWith(node, saved_tensors=tuple(map(g.take, node.saved_tensors)), **changed)
-    returned: Any = cast(Any, type(node)).apply(kept, g.values)
-    to_input, *others = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
-    return (None if to_input is None else g.like(to_input)), *others
+    return _own(node, g, saved_tensors=tuple(map(g.take, node.saved_tensors)), **changed)
 
 
 @function_rule("transformers.models.bloom.modeling_bloom.GeLUFunction", positions=True)

@@ -98,9 +98,9 @@ def rowlocal(
                 return Densify(_OTHER)
             dims = {dim % g.ndim for dim in mixed(Call(op, args, kwargs), g.ndim)}
             if any(map(g.layout.holds, dims)):
-                return (
-                    run(op, *map(partial(whole_rows, mixed=dims), args), **kwargs) if g.layout.minor else Densify(why)
-                )
+                if not g.layout.minor:
+                    return Densify(why)
+                return run(op, *map(partial(whole_rows, mixed=dims), args), **kwargs)
             kept = list(args)
             for place in others:
                 if type(args[place]) is RowSlice:
