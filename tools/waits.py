@@ -80,6 +80,7 @@ NOT_EMULATED = {  # torch has a kernel of its own for the CPU and for CUDA, whic
     *("rnn", "gru", "lstm", "lstm_bidirectional", "lstm_sequence_first", "gru_bidirectional_sequence_first"),
     *("lstm_cells_with_layernorm", "speech", "embedding_bag"),
     *("gpt_bool_mask", "gpt_masked_by_hand"),  # the masks of these models stay on the CPU
+    "flow",  # what it writes in place has no graph there
     "source_separation",  # the emulation loses the order of the dimensions in which stft returns its result
     "matrices",  # torch's own check of a solution waits in the formula of eigvals, as it does under plain indexing
 }

@@ -38,12 +38,8 @@ OTHERWISE["mask_entries"] = {"add"}  # the gradient that a write made dense, see
 NOT_EMULATED = {
     "ctc_joined",  # its index.cpu() stays on this device
     *["in_place_spectrum_adjoint", "in_place_spectrum_conj_imag"],  # a conjugate's memory is not that of the number
-    # The zeros that a formula makes are told by their type, a plain tensor, which the emulated device does not have.
-    *(
-        f"step_{name}"
-        for name in "bernoulli_ copysign nextafter normal poisson angle sgn eq_ ne_ ge_ gt_ le_ lt_".split()
-    ),
-    *("flow", "idle_experts"),
+    "step_sgn",  # it does not run there, with plain indexing either
+    "flow",  # what it writes in place has no graph there
     "source_separation",  # the strides of its stft are lost
 }
 

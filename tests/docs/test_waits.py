@@ -95,10 +95,10 @@ def test_the_models_of_the_zoo_on_a_device(found):
     assert len(found["zoo"]) > 50
     for name, model in found["zoo"].items():
         assert model["error"] < 1e-10, (name, model)
-    # Each expert gets some of the rows, a flow reads at a mask, and only the device knows which rows or entries. The
-    # running product of a scan asks where its gradient is zero. Red when: a rule reads a count or a flag.
+    # Each expert gets some of the rows, and only the device knows which. The running product of a scan asks where its
+    # gradient is zero. Red when: a rule reads a count or a flag.
     waiting = {name for name, model in found["zoo"].items() if model["waits"]}
-    assert waiting == {"experts_index_add", "experts_index_put", "experts_tokens", "idle_experts", "flow", "scan"}
+    assert waiting == {"experts_index_add", "experts_index_put", "experts_tokens", "idle_experts", "scan"}
     # Views of views of tokens are written through: which of them are left is not known without a look. Red when: a rule
     # asks for the type of a device, or for values that it could do without.
     more = {name: model["more"] for name, model in found["zoo"].items() if model["more"]}

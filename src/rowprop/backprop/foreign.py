@@ -185,7 +185,11 @@ def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def _read_nothing(rows: RowSet, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """A hook on a node whose gradient has no entry: its result is zeros, which stay sliced beside a sliced gradient."""
     (grad,) = grads
-    return (RowGrad(Zeros(grad.shape, grad.dtype, grad.device, rows)),) if type(grad) is Tensor else None
+    return (RowGrad(Zeros(grad.shape, grad.dtype, grad.device, rows)),) if _is_dense(grad) else None
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and type(value) is not RowGrad
 
 
 def _rows_of(value: Any) -> RowSet | None:
@@ -200,7 +204,7 @@ def _slice_zeros(grad_inputs: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[
         return None
 
     def of_rows(zeros: Any) -> Any:
-        if type(zeros) is not Tensor or zeros.shape != g.shape or zeros.is_complex():
+        if not _is_dense(zeros) or zeros.shape != g.shape or zeros.is_complex():
             return zeros
         return RowGrad(Zeros(g.shape, zeros.dtype, zeros.device, g.rows, g.layout))
 
