@@ -291,7 +291,7 @@ _SUMMED = "rows were summed into one another, or attention='exact' gave every to
 
 
 def _report_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
-    """Have the reports told of a gradient of all rows where nothing was densified: a sum over rows that went on."""
+    """Report a gradient of all rows where nothing was densified, such as a sum over rows that is used further."""
 
     def holds_all(shape: Sequence[int]) -> bool:
         first, second = (*shape, 0, 0)[:2]
