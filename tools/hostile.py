@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import importlib
 import random
 import sys
 import traceback
@@ -115,7 +116,9 @@ def trial(only: str = "") -> tuple[int, list[str]]:
     if not dist.is_initialized():  # the parts for several ranks ask for a group
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     warnings.simplefilter("ignore")
-    attempt(doors()["SelectiveBackprop"], {})  # what PyTorch imports now adds filters of its own
+    # What PyTorch and SciPy import at the first call adds warning filters.
+    importlib.import_module("scipy.special")
+    attempt(doors()["SelectiveBackprop"], {})
     total, found = 0, list[str]()
     for name, door in {**doors(), **command_doors()}.items():
         for argument in [each for each in ["", *door.arguments] if only in f"{name} {each}"]:
