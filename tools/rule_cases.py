@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
@@ -601,6 +602,66 @@ def by_chunks(x: Tensor) -> Tensor:
 
 
 case("in_place_of_time_first", (N, 3, 4), time_first)
+Buffer = Callable[[Tensor, int, Tensor], object]  # writes the state at a time into a buffer
+
+
+def solved(x: Tensor, write: Buffer = Tensor.__setitem__, times: int = 4, made: Function = torch.zeros_like) -> Tensor:
+    """The states of a solver of differential equations, in a buffer (time, N, ...), read in front and behind."""
+    states = made(x.expand(times, *x.shape))
+    for t in range(times):
+        x = x + (x @ w43).tanh() @ l2
+        write(states, t, x)
+    return torch.stack([states[-1], states[1] * states[0], *states.exp()], 1)
+
+
+def twice(states: Tensor, t: int, x: Tensor) -> None:
+    states[t] = x.exp()
+    first = (states * 2).sin().sum(0)
+    states[t] = x * first
+
+
+def changed(states: Tensor, t: int, x: Tensor) -> None:
+    states[t] = x
+    states[t].mul_(x.cos())
+    states[: t + 1].masked_fill_(states.detach()[: t + 1] > 1, 0)
+    states[t, ..., 1:].pow_(2)
+    states[::2].div_(2 + x.square())
+
+
+def through_views(states: Tensor, t: int, x: Tensor) -> None:
+    heads = states.unflatten(-1, (2, -1))
+    heads[t] = x.unflatten(-1, (2, -1))
+    heads.flatten(-2).transpose(0, 1)[:, t].unsqueeze(-1)[..., ::2, 0].mul_(x[..., :2])
+    heads.transpose(-1, -2)[t, ..., 1, :].pow_(2)
+
+
+def shifted(states: Tensor, t: int, x: Tensor) -> None:
+    states[t] = x
+    states.flatten()[2 : 2 + x.numel()].view(x.shape).mul_(2)
+
+
+def of_complex(x: Tensor) -> Tensor:
+    states = torch.zeros(3, *x.shape, dtype=torch.complex128)
+    for t in range(3):
+        states[t] = x = (x * (1 + t * 1j)) @ zw
+        states[t, ..., 1:].mul_(x[..., 1:].exp())
+    return torch.view_as_real(states.transpose(0, 1))
+
+
+# Red when: a part of time is taken at its place among all rows, or with the step between these; a step in time and the
+# first row's begin are not told apart; a view that reaches from row to row counts as one of each row.
+for trailing in ((4,), (3, 4)):
+    for name, f in {
+        "set": solved,
+        "set_twice": partial(solved, write=twice),
+        "changed": partial(solved, write=changed),
+        "through_views": partial(solved, write=through_views),
+        "swapped": partial(solved, made=lambda x: torch.zeros_like(x.transpose(0, -1).contiguous().transpose(0, -1))),
+        "checkpointed": lambda x: checkpoint(solved, x, changed, use_reentrant=False),
+        "complex": of_complex,
+    }.items():
+        case(f"buffer_{name}_{len(trailing)}d", (N, *trailing), f)
+case("buffer_shifted", (N, 4), partial(solved, write=shifted))
 # Red when: strides count from a gradient in its own order, not in that of the tensor that was written to.
 case("in_place_of_swapped", (N, 3, 4), by_chunks)
 case("in_place_of_swapped_4d", (N, 2, 3, 4), by_chunks)

@@ -918,10 +918,25 @@ def source_separation() -> nn.Module:
     return Net(forward, mask=seq(nn.Linear(10, D), nn.Tanh(), nn.Linear(D, 10)))
 
 
+def solver() -> nn.Module:
+    """A differential equation, solved at some times; its states lie in a buffer with time in front."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        states = torch.zeros(T, *x.shape).to(x)
+        states[0] = x
+        for t in range(1, T):
+            x = x + net.slope(x) / T
+            states[t] = x
+        return net.head(torch.cat([states[-1], states.mean(0)], 1))
+
+    return Net(forward, slope=seq(nn.Linear(D, D), nn.Tanh()), head=nn.Linear(2 * D, C))
+
+
 sounds = {"losses": by_element(F.mse_loss), "uncounted": ("_fft_r2c",)}
 add("recurrent", lambda: (torch.randn(N, 32), torch.randn(N, 32)), source_separation, **sounds)
 add("recurrent", language(), state_space)
 add("recurrent", language(), scan)
+add("recurrent", vectors(D), solver)
 
 
 def alignment(model: nn.Module, batch: Batch) -> Tensor:

@@ -99,7 +99,10 @@ def complex_view(op: Any, g: RowSlice) -> Any:
 
 @rule("as_strided", fills_zeros=True, positions=True)
 def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """A view given by strides: a reshape, or the same part of each row, as in a view that is written to in place."""
+    """A view given by strides: a reshape, or the same part of each row, as in a view that is written to in place.
+
+    Dimensions in front of the rows, as the time of a buffer, may lose any part.
+    """
     if type(g) is RowSlice and g.order is not None:
         g = permute(op, g, g.order)  # as it lies in memory
     if not offset and prod(size) == prod(g.shape) and is_contiguous(size, stride):
@@ -108,22 +111,36 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
     if part is not None:
         return part
     rows: RowSet = g.rows
-    per_row, left = prod(g.shape) // rows.num_rows, prod(g.shape) % rows.num_rows
+    before = _in_front(g)
+    span = prod(g.shape) // before
+    per_row, left = span // rows.num_rows, span % rows.num_rows
     parts = None if left or 0 in size else _row_parts(size, stride, rows.num_rows, per_row)
     if parts is None:
         return Densify("the strides do not lead from row to row, or not to every row")
     layout = lay.layout_of(parts)
-    reach = sum((n - 1) * step for d, (n, step) in enumerate(zip(size, stride, strict=True)) if not layout.holds(d))
-    if (offset or 0) + reach >= per_row:
+    # How far each leads in front of the rows, and within one; a size that is a symbol has no divmod.
+    apart = [(at // span, at % span) if before > 1 else (0, at) for at in (*stride, offset or 0)]
+    ahead, within = apart.pop()
+    kept_span, steps = per_row * rows.kept, list(stride)
+    first, steps[layout.dim] = ahead * kept_span + within, per_row
+    for d, (by, rest) in enumerate(apart):
+        if not layout.holds(d):
+            steps[d] = by * kept_span + rest
+            ahead, within = ahead + (size[d] - 1) * by, within + (size[d] - 1) * rest
+    if within >= per_row or ahead >= before:
         return Densify("the strides reach from one row into the next")
     if type(g) is Zeros:
         g = g.split()
-    if lay.view(g.shape, g.layout, (rows.num_rows, per_row)) != Layout(0, rows.num_rows):
-        return Densify("the rows are not the outermost part of the gradient")
-    values, steps = g.values.contiguous(), list(stride)
-    steps[layout.dim] = per_row
+    if lay.view(g.shape, g.layout, (before, rows.num_rows, per_row)) != Layout(1, rows.num_rows):
+        return Densify("the rows are merged with another part of the gradient")
+    values = g.values.contiguous()
     kept = layout.kept_shape(size, rows.kept)
-    return RowSlice(values.as_strided(kept, steps, values.storage_offset() + (offset or 0)), rows, layout, size)
+    return RowSlice(values.as_strided(kept, steps, values.storage_offset() + first), rows, layout, size)
+
+
+def _in_front(g: Any) -> int:
+    """The size of what lies in front of all rows, as time does; zeros have nothing there."""
+    return prod(g.shape[: g.dim]) * g.layout.outer or 1 if type(g) is RowSlice else 1
 
 
 def _part(g: Any, size: Sequence[int], stride: Sequence[int], offset: int) -> RowSlice | None:
