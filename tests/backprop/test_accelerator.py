@@ -34,12 +34,15 @@ REPEATED = [0, 2, 2, 5]
 CELLS = [f"_thnn_fused_{kind}" for kind in ("lstm_cell", "lstm_cell_backward_impl", "gru_cell", "gru_cell_backward")]
 # The CPU undoes the write by as_strided, a device written in Python by the view itself.
 OTHERWISE = {name: {"slice"} for name in ("in_place_rows", "in_place_as_complex", "in_place_spectrum_some_rows")}
+OTHERWISE["in_place_buffer_shifted"] = {"slice"}
 OTHERWISE["mask_entries"] = {"add"}  # the gradient that a write made dense, see packets(), meets another
 NOT_EMULATED = {
     "ctc_joined",  # its index.cpu() stays on this device
     *["in_place_spectrum_adjoint", "in_place_spectrum_conj_imag"],  # a conjugate's memory is not that of the number
     "step_sgn",  # it does not run there, with plain indexing either
-    "flow",  # what it writes in place has no graph there
+    *["flow", "solver"],  # what they write in place has no graph there
+    # A checkpoint's second forward, within the backward, is not on the device.
+    *["in_place_buffer_checkpointed_1d", "in_place_buffer_checkpointed_2d"],
     "source_separation",  # the strides of its stft are lost
 }
 
