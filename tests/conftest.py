@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from accelerator import Accelerator
-from rowprop import host
+from rowprop import host, native
+from rowprop.backprop.rowgrad import go_native
 from rowprop.thinning.worth import Worth
 from step_cases import ENGINES
 
@@ -29,8 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--as-accelerator", action="store_true", help="act as where reading a tensor makes the host wait for a device"
     )
 
+    parser.addoption("--native", action="store_true", help="compile native dispatch, and run every test by it")
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("ROWPROP_NATIVE", "0")  # the tests do not depend on what a user has compiled
+    if config.getoption("--native"):
+        os.environ["ROWPROP_NATIVE"] = "1"
+        native.build()
+        go_native()
     if config.getoption("--as-accelerator"):
         host.READ_AT_ONCE.clear()
         Accelerator.set_up()
@@ -54,6 +63,18 @@ def seeded() -> None:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
+
+
+@pytest.fixture
+def in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In this test Python runs the ops, under ``--native`` too."""
+    built = native.extension
+    monkeypatch.setattr(native, "extension", None)
+    if built is not None:
+        built.enable(False)
+    yield
+    if built is not None:
+        built.enable(True)
 
 
 @pytest.fixture

@@ -96,6 +96,7 @@ def test_an_unpack_hook_may_fill_one_buffer_again(made: Any, refill: Any):
     as_indexed(step)
 
 
+@pytest.mark.usefixtures("in_python")
 @pytest.mark.parametrize("hooks", [False, True])
 def test_neighbours_that_save_one_activation_gather_it_once(hooks, monkeypatch):
     # Red with `return True` in unpacks, and with its loop left out.

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -89,8 +90,12 @@ def _print_version(asked: bool) -> None:
         import torch
 
         import rowprop
+        from rowprop import native
 
-        write_out(f"rowprop {rowprop.__version__}, torch {torch.__version__} (tested: {TESTED[0]} to {TESTED[1]})\n")
+        tested = f"tested: {TESTED[0]} to {TESTED[1]}"
+        write_out(
+            f"rowprop {rowprop.__version__}, torch {torch.__version__} ({tested}), dispatch: {native.find()[1]}\n"
+        )
         raise typer.Exit
 
 
@@ -307,3 +312,19 @@ def plan(
 
 if __name__ == "__main__":
     app()
+
+
+@_command
+def native() -> None:
+    """Compile native dispatch for this torch and Python, about a minute, once; all later processes use it.
+
+    It needs a C++ compiler and ninja. ROWPROP_NATIVE=0 turns it off.
+    """
+    from rowprop import native as dispatch
+
+    say("Compiling native dispatch. If another process compiles it, this one waits for it.")
+    try:
+        dispatch.build()
+    except (OSError, RuntimeError, ImportError, SubprocessError) as error:
+        raise InvalidInput(f"native dispatch could not be compiled: {one_line(error)}; Python dispatches.") from error
+    write_out(f"{dispatch.folder()}\n")

@@ -12,6 +12,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from rowprop.backprop.recorder import reads
+
 T = TypeVar("T")
 
 
@@ -79,6 +81,11 @@ def running() -> Backward:
     return _running[number]
 
 
+def alone() -> bool:
+    """Whether at most one backward runs."""
+    return len(_running) <= 1
+
+
 def outermost() -> int:
     """The number of the backward that runs, of the outermost one if checkpoints run others in it; -1 for none."""
     number = task()
@@ -99,12 +106,14 @@ def numbered(number: int) -> Backward:
 
 def node_name() -> str:
     """The name of the node that autograd runs on this thread; empty for none."""
+    reads("the node that runs")
     node = cast(Any, torch)._C._current_autograd_node()
     return "" if node is None else node.name()
 
 
 def ends_at_a_leaf() -> bool:
     """Whether the first result of the node that autograd runs is the gradient of a leaf; True where none runs."""
+    reads("the node that runs")
     node = cast(Any, torch)._C._current_autograd_node()
     above = None if node is None else node.next_functions[0][0]
     return above is None or above.name().endswith("AccumulateGrad")

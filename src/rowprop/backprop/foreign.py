@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
-from rowprop.backprop.backward import Backward, outer, running
-from rowprop.backprop.rowgrad import RowGrad, plain, unwrap, wrap
+from rowprop.backprop.backward import Backward, alone, outer, running
+from rowprop.backprop.rowgrad import RowGrad, go_native, plain, unwrap, wrap
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.registry import Rule, op_of, rule_of_function
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
@@ -112,6 +112,8 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     be handed, a dense gradient.
     """
     held = running()
+    if alone():  # no other backward works with the ops that the extension registers for
+        go_native()
     with held.lock:
         if start not in held.nodes:
             held.ends += _prepare(start, rows, slices, held)
@@ -177,7 +179,7 @@ def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     unused = tuple(place for place, g in enumerate(grads) if g is None)
     if first is None or not unused:
         return None
-    noted = RowGrad(unwrap(grads[first]))
+    noted = RowGrad(unwrap(grads[first]), recorded=False)
     noted.unused = unused
     return (*grads[:first], noted, *grads[first + 1 :])
 
@@ -255,7 +257,7 @@ def _take_rows_alike(node: Any) -> list[Callable[[], Any]]:
             return None  # complex numbers have another formula
         if g.layout.holds(node._saved_dim % 2**64 % (2**64 - g.ndim)):  # -1 is saved as 2**64 - 1
             return None
-        inside = RowGrad(g)
+        inside = RowGrad(g, recorded=False)
         inside.alike = True
         return (inside,)
 
@@ -274,11 +276,11 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
     def enter(grads: tuple[Any, ...]) -> None:
         held.extend(rows.origin or rows for rows in map(_rows_of, grads) if rows is not None)
         for rows in held:
-            rows.marked = True
+            rows.mark(True)
 
     def leave(*_: Any) -> None:
         while held:
-            held.pop().marked = False
+            held.pop().mark(False)
 
     return [leave, node.register_prehook(enter).remove, node.register_hook(leave).remove]
 

@@ -16,7 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.backward import node_name
+from rowprop import native
+from rowprop.backprop import watch
+from rowprop.backprop.backward import node_name, unpacks
+from rowprop.backprop.recorder import Recorder, derived, layout_of, numbers
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
 from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, Op, op_name
@@ -31,25 +34,54 @@ class RowGrad(Tensor):
 
     sliced: RowSlice | Zeros | None
     full: Tensor | None = None  # set when the gradient is densified; from then on this is the gradient
-    viewed: tuple[RowGrad, Callable[[Tensor], Any]] | None = None
+    viewed: tuple[RowGrad, Callable[[Tensor], Any]] | None
     """If this is a view: the gradient viewed, and a function that views a tensor the same way."""
-    in_order: bool = True  # whether the elements are all of those in memory, in their order
+    in_order: bool  # whether the elements are all of those in memory, in their order
     unused: tuple[int, ...] = ()  # places beside this gradient, among those of its node, in which autograd puts zeros
     alike: bool = False  # within a formula that treats all rows alike, but does not map zero to zero at each step
     made: tuple[RowSet, Any] | None = None  # where the device has streams: the rows, and the memory's last stream
 
     @staticmethod
-    def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
-        """Wrap ``sliced``."""
+    def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros, recorded: bool = True) -> RowGrad:
+        """Wrap ``sliced``; ``recorded`` tells whether native dispatch may run the ops on this gradient."""
+        if native.extension is not None and recorded and type(sliced) is RowSlice and sliced.order is None:
+            rows = sliced.rows.native
+            if rows is not None and type(sliced.values) is Tensor:
+                return native.extension.make(sliced.values, sliced.rows, rows, numbers(sliced.layout), sliced.shape)
         source: Any = sliced.values if type(sliced) is RowSlice else sliced
         strides = None
         if sliced.order is not None:  # the strides of the dense gradient follow from it
             strides = cast(RowSlice, sliced).zeros(sliced.shape, sliced.order, device="meta").stride()
         self = _make(cls, sliced.shape, strides=strides, dtype=source.dtype, device=source.device)
-        self.sliced = sliced
+        self.sliced, self.viewed, self.in_order = sliced, None, True
         if sliced.rows.streams is not None:
             self.made = sliced.rows, sliced.rows.stream()
         return self
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the extension holds, once Python asks for it."""
+        if name == "sliced":
+            values, rows, layout, stream = native.extension.payload(self)
+            self.sliced = RowSlice(values, rows, layout_of(layout), self.shape)
+            if rows.streams is not None:
+                self.made = rows, (stream, *rows.stream()[1:])
+        elif name in ("viewed", "in_order"):
+            self.viewed, self.in_order = None, True
+            found = native.extension.viewed(self)
+            if found is not None:
+                base, *named, rest, place = found
+                _link_to(self, base, _op(*named), rest, {}, place)
+        else:
+            raise AttributeError(name)
+        return self.__dict__[name]
+
+    def become(self, sliced: RowSlice | Zeros | None, full: Tensor | None = None) -> None:
+        """Hold this from now on."""
+        native.extension is None or native.extension.take_over(self)
+        self.sliced, self.full = sliced, full
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         if type(self.sliced) is RowSlice:
@@ -59,9 +91,9 @@ class RowGrad(Tensor):
 
     def bring(self) -> None:
         """Before each use: where the device has streams, make the memory safe on the present one."""
+        content = self.sliced if self.full is None else self.full
         if self.made is not None:
             rows, stream = self.made
-            content = self.sliced if self.full is None else self.full
             self.made = rows, bring(rows, cast(Any, content), stream)
 
     def plain(self) -> Tensor:
@@ -69,8 +101,7 @@ class RowGrad(Tensor):
         self.bring()
         if self.full is None:
             assert self.sliced is not None
-            self.full = self.sliced.dense()
-            self.sliced = None
+            self.become(None, self.sliced.dense())
         return self.full
 
     def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected_type: type | None = None) -> Tensor:
@@ -87,7 +118,7 @@ class RowGrad(Tensor):
         self.bring()
         if self.full is None and self.viewed is not None and type(self.sliced) is RowSlice:
             base, again = self.viewed
-            self.full, self.sliced = again(base.shared()), None
+            self.become(None, again(base.shared()))
         return self.plain()
 
     def shows_through(self) -> bool:
@@ -104,12 +135,19 @@ class RowGrad(Tensor):
         cls, func: Op, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if native.extension is not None and native.extension.wanted(_number(func)):
+            return _recorded(func, args, kwargs)
+        return cls.ruled(func, args, kwargs)
+
+    @classmethod
+    def ruled(cls, func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the op's rule makes of these arguments."""
         name, writes, views, flat, functional = _traits(func)
         if writes and type(args[0]) is RowGrad:
             return _in_place(func if args[0].full is not None else functional, func, name, args, kwargs)
         first = args[0]
         if type(first) is RowGrad and first.alike:
-            out = RowGrad(cast(RowSlice, local(func, *map(unwrap, args), **kwargs)))
+            out = RowGrad(cast(RowSlice, local(func, *map(unwrap, args), **kwargs)), recorded=False)
             out.alike = True
             return out
         outcome = _outcome(func, flat, args, kwargs)
@@ -175,9 +213,9 @@ def plain(value: Any) -> Any:
 def unwrap(value: Any) -> Any:
     """The operand of a rule that a gradient holds; anything else as it is."""
     if type(value) is RowGrad:
+        held = value.sliced if value.full is None else value.full
         if value.made is not None:
             value.bring()
-        held = value.sliced if value.full is None else value.full
         return held.content() if type(held) is Zeros else held
     if type(value) in (list, tuple) and RowGrad in map(type, value):
         return _unwrap_all(cast("Sequence[Any]", value))
@@ -221,9 +259,9 @@ def _outcome(op: Any, flat: bool, args: Sequence[Any], kwargs: dict[str, Any]) -
         if kinds.count(RowGrad) == 1:  # as nearly always: there is nothing to unite, and no list to look into
             place = kinds.index(RowGrad)
             inner, grad = [*args], args[place]
+            inner[place] = g = grad.sliced
             if grad.made is not None:
                 grad.bring()
-            inner[place] = g = grad.sliced
             if type(g) is RowSlice and (rule.positions or not g.layout.minor):
                 try:
                     return rule.run(op, *inner, **kwargs)
@@ -308,7 +346,7 @@ def _replace(target: RowGrad, content: Any) -> None:
     if type(held) is RowSlice and held.order is not None:
         content = held.like(torch.zeros_like(held.values)) if type(content) is Zeros else content.like(content.values)
         content.order = held.order
-    target.sliced = content
+    target.become(content)
 
 
 def _is_dense_part(outcome: Any, viewed: Tensor) -> bool:
@@ -335,7 +373,7 @@ def _write(name: str, target: Any, outcome: Any) -> None:
     elif target.viewed is None and type(outcome) in (RowSlice, Zeros):
         _replace(target, outcome)
     elif target.viewed is None:
-        target.full, target.sliced = outcome, None
+        target.become(None, outcome)
     elif (
         type(outcome) is RowSlice
         and (outcome.rows is held.rows and outcome.layout == held.layout)  # a rule that mixes tokens gives whole rows
@@ -350,8 +388,62 @@ def _write(name: str, target: Any, outcome: Any) -> None:
 def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Tell the results of a view op which gradient they view."""
     if type(out) is RowGrad:
-        out.viewed = base, lambda dense: func(dense, *rest, **kwargs)
-        out.in_order = base.in_order and func in _IN_ORDER
+        _link_to(out, base, func, rest, kwargs)
     elif isinstance(out, list):
         for place, part in enumerate(cast("list[RowGrad]", out)):
-            part.viewed = base, lambda dense, place=place: func(dense, *rest, **kwargs)[place]
+            _link_to(part, base, func, rest, kwargs, place)
+
+
+def _link_to(
+    out: RowGrad, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[str, Any], place: int | None = None
+) -> None:
+    """Tell a result of a view op, or the one at a place of its list of results, which gradient it views."""
+    if place is None:
+        out.viewed = base, lambda dense: func(dense, *rest, **kwargs)
+    else:
+        out.viewed = base, lambda dense: func(dense, *rest, **kwargs)[place]
+    out.in_order = base.in_order and func in _IN_ORDER
+
+
+@cache
+def _number(func: Any) -> int:
+    """What the extension calls an op."""
+    return native.extension.number(func._schema.name, func._schema.overload_name)
+
+
+@cache
+def _op(name: str, overload: str) -> Any:
+    return getattr(getattr(torch.ops.aten, name.removeprefix("aten::")), overload or "default")
+
+
+def _recorded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op's rule, and give the extension the recipe."""
+    name, writes, views, _, _ = _traits(func)
+    at_work = Recorder(func, args, kwargs, _sliced)
+    at_work.why = at_work.why or ("it writes to its operand" if writes else None if func in RULES else NO_RULE)
+    if func is _AS_STRIDED:
+        at_work.why = "its strides are those of the memory below"
+    if at_work.why is None:
+        with at_work:
+            out = RowGrad.ruled(func, args, kwargs)
+    else:
+        out = RowGrad.ruled(func, args, kwargs)
+    at_work.finish(func, name, out, views)
+    return out
+
+
+def _sliced(value: Any) -> RowSlice | None:
+    return value.sliced if type(value) is RowGrad and value.full is None and type(value.sliced) is RowSlice else None
+
+
+@cache
+def go_native() -> None:
+    """Have native dispatch run the ops on sliced gradients, if it has been compiled. Once in a process."""
+    built: Any = native.find()[0]
+    if built is None:
+        return
+    named = [op._schema for op in cast("list[Any]", [*RULES]) if getattr(op, "_schema", None) is not None]
+    keys = {f"{s.name}.{s.overload_name}".removesuffix(".") for s in named if s.name.startswith("aten::")}
+    built.setup(RowGrad, sorted(keys), watch._reports, note, unpacks, derived)  # pyright: ignore[reportPrivateUsage]
+    built.enable(True)
+    native.extension = built

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial, wraps
 from math import prod
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
+from rowprop import native
 from rowprop.backprop.backward import outer
 from rowprop.backprop.layout import Layout
+from rowprop.backprop.recorder import reads, recorder
 from rowprop.backprop.watch import note
 from rowprop.host import readable, waits
 
@@ -101,6 +105,7 @@ class RowSet:
         self.makers: frozenset[Any] = frozenset()  # whose measurement made them: see rowprop.cost.zeros
         self.attention = attention
         self.marked = False  # see copying
+        self._native: Any = None  # see native
         self.recent: dict[Any, tuple[Tensor, Any, Tensor]] = {}  # the last two gathers, by the places of their sources
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
         self.stored: Callable[[Tensor], Tensor] | None = None  # has a traced graph write a tensor to memory
@@ -149,6 +154,29 @@ class RowSet:
         """Whether autograd undoes an in-place op on a view, with copies of its own; of all derived rows together."""
         return (self.origin or self).marked
 
+    def mark(self, on: bool) -> None:
+        """Set :attr:`copying`."""
+        self.marked = on
+        if native.extension is not None and self._known is not None:
+            self._known.mark(on)
+
+    @property
+    def native(self) -> Any:
+        """What the extension holds of these rows; None for rows whose gradients stay in Python."""
+        if self.hook is not None or self.absent is not None or self.recompute is not None or self.attention == "cut":
+            return None
+        return self._known
+
+    @property
+    def _known(self) -> Any:
+        at_home = type(self.index) is Tensor and self.index.device.type == ("cpu" if self.streams is None else "cuda")
+        if self._native is None and at_home:
+            policy = (None, "rows", "exact").index(self.batchnorm)
+            traits = (self.num_rows * 2 + self.unique) * 3 + policy
+            origin = None if self.origin is None else self.origin._known
+            self._native = native.extension.Rows(self.index, traits, origin)
+        return self._native
+
     @property
     @_once
     def first(self) -> Tensor:
@@ -170,7 +198,11 @@ class RowSet:
             found = self._derived.get(key, ...)
         if found is ...:
             outer().ends.append(self._derived.clear)  # rows and those derived from them hold each other
-            found = self._derived[key] = make(*about)
+            with nullcontext() if recorder() is None else _disable_current_modes():
+                found = self._derived[key] = make(*about)
+        at_work = recorder()
+        if at_work is not None:
+            at_work.follows(self, make.__name__, about, found)
         return found
 
     @_once
@@ -329,6 +361,7 @@ def check_readable(tensor: Tensor, what: str) -> None:
 
     A wait is cheaper than a full-size backward, and is reported.
     """
+    reads("a value")
     if waits(tensor):
         if not readable(tensor):
             raise NeedsAllRows(f"only a look at the device tells {what}")

@@ -11,8 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop import native
 from rowprop.backprop.backward import running, unpacks
 from rowprop.backprop.layout import Layout, Part, layout_as, pieces, view
+from rowprop.backprop.recorder import numbers, recorder
 from rowprop.backprop.rows import Affine, NeedsAllRows, RowSet, check_readable, joined, record, wait_for
 from rowprop.backprop.watch import note_densified
 
@@ -341,9 +343,14 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     if rows.recompute is not None:
         return rows.recompute(tensor, layout)
     parts = rows.indices(layout.sizes) if layout.minor else ()
+    at_work = recorder()
+    if at_work is not None:
+        return at_work.gather(tensor, layout, lambda: gather_plain(tensor, rows.index, layout, parts))
     # It has no memory of its own to be recognised by, or, made in inference mode, no count of writes.
     if type(tensor) is not Tensor or tensor.is_meta or tensor.is_inference():
         return gather_plain(tensor, rows.index, layout, parts)
+    if native.extension is not None and rows.native is not None:
+        return _natively(tensor, rows, layout, parts)
     recent, key = rows.recent, (tensor.untyped_storage()._cdata, tensor.storage_offset())  # pyright: ignore
     about = tensor._version, layout, rows.stream()  # pyright: ignore[reportPrivateUsage]
     if key in recent:  # while a source lives, no other storage has its address
@@ -356,6 +363,16 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
         running().ends.append(recent.clear)
     result = gather_plain(tensor, rows.index, layout, parts)
     recent[key] = tensor, about, result
+    return result
+
+
+def _natively(tensor: Tensor, rows: RowSet, layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+    """As :func:`gather`, where the extension remembers."""
+    told = numbers(layout)
+    result = rows.native.remembered(tensor, told)
+    if result is None:
+        result = gather_plain(tensor, rows.index, layout, parts)
+        rows.native.remember(tensor, told, result)
     return result
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rowprop.backprop.backward import outer
+from rowprop.backprop.recorder import reads
 
 
 @dataclass
@@ -93,6 +94,8 @@ def recording(report: Report) -> Generator[None]:
 
 def note(table: Literal["sliced", "cut", "waited"], name: str) -> None:
     """Count ``name`` in one of the tables of every open report."""
+    if table != "sliced":
+        reads("it has something to report")
     for report in _reports:
         counts: dict[str, int] = getattr(report, table)
         counts[name] = counts.get(name, 0) + 1
@@ -100,6 +103,7 @@ def note(table: Literal["sliced", "cut", "waited"], name: str) -> None:
 
 def note_densified(name: str, reason: str) -> None:
     """Tell every open report that a gradient went back to all rows."""
+    reads("it has something to report")
     outer().densified = True
     for report in _reports:
         report.note_densified(name, reason)

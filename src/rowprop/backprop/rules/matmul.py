@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout, transpose
+from rowprop.backprop.recorder import reads
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, op_name, rule
@@ -142,6 +143,7 @@ def _place_of_keys(turned: bool) -> int | None:
     The graph tells. One factor of attention's last product is a softmax of other products' results, and a mark is left
     at these: their turn comes later in the backward.
     """
+    reads("the node that runs")
     node = cast(Any, torch)._C._current_autograd_node()
     if node is None or not _is_product(node):
         return None

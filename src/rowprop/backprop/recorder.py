@@ -1,0 +1,230 @@
+"""What a rule does at an op, written down as steps that native dispatch replays in C++.
+
+A step is an op of aten on tensors that the rule was given or made; a gather of the kept rows; or something that
+follows from the rows' index alone. The extension replays the steps for a call whose key is equal: the op, its arguments
+that are no tensors, the sizes, strides and dtypes of its tensors, the layouts, and the rows' traits. A rule that
+depends on more says so by :func:`reads`, and is not recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rowprop import native
+from rowprop.backprop.layout import Layout, Part
+
+_thread = threading.local()
+
+
+def recorder() -> Recorder | None:
+    """The recorder that is at work on this thread."""
+    return getattr(_thread, "recorder", None)
+
+
+def reads(what: str) -> None:
+    """Tell the recorder, if one is at work, that a rule depends on what is not in the key of its call."""
+    found = recorder()
+    if found is not None:
+        found.why = found.why or what
+
+
+def numbers(layout: Layout) -> list[int]:
+    """A layout as the extension holds it."""
+    found = [layout.dim, layout.num_rows, layout.outer, layout.inner]
+    for part in layout.minor:
+        found += [part.dim, part.size, part.outer, part.inner]
+    return found
+
+
+def layout_of(numbers: Sequence[int]) -> Layout:
+    """The layout of these numbers."""
+    minor = tuple(Part(*numbers[at : at + 4]) for at in range(4, len(numbers), 4))
+    return Layout(*numbers[:4], minor)
+
+
+def derived(rows: Any, which: tuple[str, tuple[Any, ...], int | None]) -> Tensor:
+    """What follows from the index of a row set: the name of its method, the arguments, the place in the result."""
+    name, about, place = which
+    found = getattr(rows, name)
+    found = found(*about) if about else found
+    return found if place is None else found[place]
+
+
+_FOLLOW = frozenset({"first", "again", "indices"})
+"""The methods of a row set that return tensors of K entries and nothing else."""
+_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Recorder(TorchDispatchMode):
+    """Records a rule. Register 0 is the rows' index; then come the tensors among the arguments, then what is made."""
+
+    def __init__(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], rows_of: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, ...]] = []
+        self.why: str | None = None  # the rule cannot be recorded
+        self.rows: Any = None
+        self.count = 1
+        self._at: dict[int, int] = {}  # the register of each tensor, by its id
+        self._alive: list[Tensor] = []  # so that no id comes up again
+        self._rows_of = rows_of
+        schema = op._schema.arguments
+        self.takes = ["Tensor" in str(about.type) for about in schema]
+        for place, (about, takes) in enumerate(zip(schema, self.takes, strict=True)):
+            if takes:
+                value = args[place] if place < len(args) else kwargs.get(about.name)
+                for each in value if isinstance(value, (list, tuple)) else [value]:
+                    self._argument(each)
+        self._inputs = self.count
+        if self.rows is None:
+            self.why = "no gradient is sliced"
+        else:
+            if id(self.rows.index) in self._at:
+                self.why = "an operand is the index of the rows"
+            self._know(self.rows.index, 0)
+
+    def __enter__(self) -> Any:
+        _thread.recorder = self
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> Any:
+        _thread.recorder = None
+        return super().__exit__(*error)
+
+    def _argument(self, value: Any) -> None:
+        held = self._rows_of(value)
+        if held is not None:
+            if self.rows is not None and held.rows is not self.rows:
+                self.why = "gradients of different rows meet"
+            self.rows, value = held.rows, held.values
+        if isinstance(value, Tensor):
+            self._know(value, self.count)
+        self.count += 1
+
+    def _know(self, tensor: Tensor, register: int) -> None:
+        self._at.setdefault(id(tensor), register)
+        self._alive.append(tensor)
+
+    def register(self, tensor: Tensor | None) -> int:
+        """The register of a tensor that is known; -1 for none."""
+        if tensor is None:
+            return -1
+        found = self._at.get(id(tensor))
+        if found is None:
+            self.why = self.why or f"a tensor of shape {tuple(tensor.shape)} comes from elsewhere"
+            return 0
+        return found
+
+    def _made(self, out: Any) -> int:
+        if not isinstance(out, Tensor):
+            return -1
+        if id(out) not in self._at:
+            self._know(out, self.count)
+            self.count += 1
+        return self._at[id(out)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given: list[tuple[Any, ...]] = []
+        for place, about in enumerate(func._schema.arguments):
+            if place >= len(args) and about.name not in kwargs:
+                given.append(("default",))
+                continue
+            value = args[place] if place < len(args) else kwargs[about.name]
+            if isinstance(value, Tensor):
+                given.append(("one", self.register(value)))
+            elif isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in cast("list[Any]", value)):
+                given.append(("list", [self.register(v) for v in cast("list[Any]", value)]))
+            else:
+                given.append(("const", value))
+        if not _BY_VALUES.isdisjoint(func.tags) and not _indexes_by_numbers(func, args):
+            self.why = self.why or "a value is read"
+        if not func._schema.name.startswith("aten::"):
+            self.why = self.why or f"it runs {func}"
+        if torch.is_grad_enabled():  # some kernels save what their backward needs only then
+            self.why = self.why or "it runs a forward"
+        out = func(*args, **kwargs)
+        results = cast("list[Any]", list(out)) if isinstance(out, (tuple, list)) else [out]
+        made = [self._made(each) for each in results]
+        self.steps.append((func._schema.name, func._schema.overload_name, given, made))
+        return out
+
+    def gather(self, tensor: Tensor, layout: Layout, make: Callable[[], Tensor]) -> Tensor:
+        """Record a gather, whose result C++ remembers as Python does."""
+        source, begun = self.register(tensor), len(self.steps)
+        out = make()
+        steps = self.steps[begun:]
+        inner = [step for step in steps if step[0] != ""]
+        if inner:  # what follows from the rows is used by others, too, also where the gather is remembered
+            follows = [step for step in steps if step[0] == ""]
+            self.steps[begun:] = [*follows, (None, source, numbers(layout), inner, self._made(out))]
+        return out
+
+    def follows(self, rows: Any, name: str, about: tuple[Any, ...], found: Any) -> None:
+        """Record the use of something that follows from the rows' index."""
+        if rows is not self.rows or name not in _FOLLOW:
+            self.why = self.why or f"it asks the rows for {name}"
+            return
+        for place, each in enumerate(cast("list[Tensor]", found)) if isinstance(found, list) else [(None, found)]:
+            if id(each) not in self._at:
+                self.steps.append(("", (name, about, place), self._made(each)))
+
+    def finish(self, op: Any, name: str, out: Any, views: bool) -> None:
+        """Give the recipe, or the reason why there is none, to the extension."""
+        is_list = type(out) is list
+        outs: list[tuple[int, list[int] | None, list[int]]] = []
+        for each in cast("list[Any]", out) if isinstance(out, (list, tuple)) else [out]:
+            held = self._rows_of(each)
+            if held is not None and held.rows is self.rows:
+                outs.append((self.register(held.values), numbers(held.layout), list(held.shape)))
+            elif each is None or type(each) is Tensor:
+                outs.append((self.register(each), None, []))
+                if views:
+                    self.why = self.why or "a view of the gradient is a plain tensor"
+            else:
+                self.why = self.why or "a result of another kind"
+        inputs = range(self._inputs)
+        if not _in_order(self.steps, set(inputs)) or not {at for at, _, _ in outs} <= {-1, *inputs, *_made(self.steps)}:
+            self.why = self.why or "it uses a step of a gather"
+        if self.why is None:
+            try:
+                native.extension.put(self.steps, self.count, outs, is_list, views, name, self.takes)
+            except (RuntimeError, TypeError, ValueError) as error:
+                self.why = f"C++ takes no such argument: {error}"
+        if self.why is not None:
+            native.extension.put(None, 0, [], False, False, name, [])
+
+
+def _made(steps: Sequence[tuple[Any, ...]]) -> set[int]:
+    """The registers that steps set; those that a gather uses for itself are left out."""
+    return {at for step in steps for at in (step[3] if step[0] else [step[-1]])}
+
+
+def _in_order(steps: Sequence[tuple[Any, ...]], known: set[int]) -> bool:
+    """Whether each step uses registers that are set before it."""
+    for step in steps:
+        if step[0] is None:
+            used, within = {step[1]}, _in_order(step[3], {*known, step[1]})
+            if not within:
+                return False
+        else:
+            given = step[2] if step[0] else []
+            used = {at for kind, *value in given if kind in ("one", "list") for at in _listed(value[0])} - {-1}
+        if not used <= known:
+            return False
+        known |= _made([step])
+    return True
+
+
+def _listed(value: Any) -> list[int]:
+    return value if isinstance(value, list) else [value]
+
+
+def _indexes_by_numbers(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an op of indexing is given whole numbers: then its result has their shape, whatever they are."""
+    return func._schema.name == "aten::index" and all(i is None or i.dtype == torch.int64 for i in args[1])

@@ -1,0 +1,306 @@
+"""Native dispatch beside Python's: the same bits, whatever a call has in common with an earlier one.
+
+``pytest --native`` compiles it and runs these tests; the other tests of the backward run by it as well then.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import rowprop
+import zoo
+from commands import run
+from rowprop import native
+from rowprop.backprop.layout import Layout, Part
+from rowprop.backprop.recorder import layout_of, numbers
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.sliced import RowSet, RowSlice
+
+dispatched = pytest.mark.skipif("not config.getoption('--native')")
+TIMES = 4  # a call runs in Python, is recorded, and is replayed twice
+
+
+@pytest.fixture(autouse=True)
+def _forgetting() -> Iterator[None]:
+    if native.extension is not None:
+        native.extension.forget()
+        native.extension.counts()
+    yield
+
+
+def by_python(f: Callable[[], Any]) -> Any:
+    """The result of ``f`` where Python dispatches."""
+    built = native.extension
+    built.enable(False)
+    native.extension = None
+    try:
+        return f()
+    finally:
+        native.extension = built
+        built.enable(True)
+
+
+def gradient(values: Tensor, rows: RowSet, layout: Layout, *shape: int) -> RowGrad:
+    return RowGrad(RowSlice(values, rows, layout, shape))
+
+
+def rows_of(*index: int, num_rows: int = 8, **policies: Any) -> RowSet:
+    return RowSet(torch.tensor(index), num_rows, **({"unique": True, "batchnorm": None} | policies))
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """As autograd calls the ops of its formulas."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+def replays() -> int:
+    return native.extension.counts()[0]
+
+
+@dispatched
+@pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda entry: entry.name)
+def test_a_models_gradients_are_those_of_python_bit_for_bit(entry: Any):
+    # Red if a gather is replayed from other rows, and if results are handed on in another layout.
+    def gradients(rows: tuple[int, ...]) -> list[Tensor | None]:
+        model, batch = entry.make(torch.float32)
+        torch.manual_seed(1)
+        losses = entry.losses(model, batch)
+        rowprop.pick(losses, torch.tensor(rows), batchnorm="exact").sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    some, others = zoo.ROWS, tuple((row + 1) % zoo.N for row in zoo.ROWS)
+    wanted = {rows: by_python(lambda rows=rows: gradients(rows)) for rows in (some, others)}
+    for rows in (some, some, others, some):
+        for a, b in zip(gradients(rows), wanted[rows], strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+    assert replays() > 0
+
+
+def product(g: RowGrad, other: Tensor) -> Tensor:
+    with below_autograd():
+        return torch.ops.aten.mm(g, other)
+
+
+@dispatched
+def test_a_recipe_is_used_for_other_values_and_other_rows():
+    layout = Layout(0, 8)
+    for index in ((0, 3), (0, 3), (7, 1), (5, 4)):
+        values, other = torch.randn(2, 3), torch.randn(3, 5)
+        out = product(gradient(values, rows_of(*index), layout, 8, 3), other)
+        assert torch.equal(out.plain()[list(index)], values @ other)
+    assert replays() == 2
+
+
+def call(dtype: torch.dtype = torch.float32, kept: int = 2, size: int = 5, num_rows: int = 8) -> tuple[RowGrad, Tensor]:
+    """A gradient of ``kept`` of so many rows of width 3, and a matrix."""
+    rows = rows_of(*range(kept), num_rows=num_rows)
+    g = gradient(torch.randn(kept, 3, dtype=dtype), rows, Layout(0, num_rows), num_rows, 3)
+    return g, torch.randn(3, size, dtype=dtype)
+
+
+CHANGED: dict[str, Callable[[], tuple[RowGrad, Tensor]]] = {
+    "dtype": lambda: call(torch.float64),
+    "strides of the values": lambda: (gradient(torch.randn(3, 2).T, rows_of(0, 3), Layout(0, 8), 8, 3), call()[1]),
+    "strides of the matrix": lambda: (call()[0], torch.randn(5, 3).T),
+    "dimension": lambda: (gradient(torch.randn(8, 2), rows_of(0, 2, num_rows=3), Layout(1, 3), 8, 3), call()[1]),
+    "merged rows": lambda: (
+        gradient(torch.randn(4, 3), rows_of(0, 3, num_rows=4), Layout(0, 4, 2), 8, 3),
+        call()[1],
+    ),
+    "kept rows": lambda: call(kept=3),
+    "sizes": lambda: call(size=4),
+    "all rows": lambda: call(num_rows=9),
+}
+
+
+@dispatched
+@pytest.mark.parametrize("changed", CHANGED)
+def test_no_recipe_is_used_for_a_call_that_differs(changed: str):
+    # Red, each by itself: the key without dtypes, strides, layouts, the number of kept rows, sizes.
+    for make in (call, call, call, CHANGED[changed]):
+        g, other = make()
+        wanted = g.sliced.dense() @ other
+        out = product(g, other)
+        torch.testing.assert_close(out.plain() if type(out) is RowGrad else out, wanted)
+    assert replays() == 1
+
+
+@dispatched
+def test_no_recipe_is_used_where_an_operand_comes_twice():
+    # Red if the key does not tell that two operands are one: the second is then taken for the first.
+    layout, rows = Layout(0, 8), rows_of(0, 3)
+    for same in (True, True, True, False):
+        a = gradient(torch.randn(2, 3), rows, layout, 8, 3)
+        b = a if same else gradient(torch.randn(2, 3), rows, layout, 8, 3)
+        wanted = a.sliced.values * b.sliced.values
+        with below_autograd():
+            out = torch.ops.aten.mul(a, b)
+        assert torch.equal(out.plain()[[0, 3]], wanted)
+
+
+@dispatched
+@pytest.mark.parametrize("policies", [{"unique": False}, {"batchnorm": "exact"}, {"attention": "cut"}])
+def test_rows_of_other_policies_have_recipes_of_their_own(policies: Any):
+    # Red if the key does not hold the rows' traits: repeated rows are not added up before a square then.
+    layout = Layout(0, 8)
+    index = (3, 3) if "unique" in policies else (0, 3)
+    for given in ({}, {}, {}, policies):
+        rows = rows_of(*index, **given) if given else rows_of(0, 3)
+        g = gradient(torch.randn(2, 3), rows, layout, 8, 3)
+        wanted = g.sliced.dense() ** 2
+        with below_autograd():
+            out = torch.ops.aten.mul(g, g)
+        torch.testing.assert_close(out.plain(), wanted)
+
+
+@dispatched
+def test_numbers_and_texts_among_the_arguments_are_part_of_the_key():
+    layout, rows = Layout(0, 8), rows_of(0, 3)
+    with below_autograd():
+        for factor in (2.0, 2.0, 2.0, 3.0, 4):
+            g = gradient(torch.ones(2, 3), rows, layout, 8, 3)
+            assert float(torch.ops.aten.mul.Tensor(g, torch.tensor(factor)).plain().sum()) == 6 * factor
+            assert float(torch.ops.aten.mul.Scalar(g, factor).plain().sum()) == 6 * factor
+
+
+@dispatched
+def test_flop_counters_see_the_ops_and_python_runs_them():
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+
+    def backward() -> int:
+        losses = model(x).square().sum(1)
+        with FlopCounterMode(display=False) as counter:
+            rowprop.pick(losses, [0, 3]).sum().backward()
+        return counter.get_total_flops()
+
+    assert {backward() for _ in range(TIMES)} == {by_python(backward)}
+    assert replays() == 0
+
+
+@dispatched
+def test_an_error_within_a_replay_is_that_of_the_op():
+    def select(index: int) -> Tensor:
+        g = gradient(torch.ones(2, 3), rows_of(0, 3), Layout(0, 8), 8, 3)
+        with below_autograd():
+            return torch.ops.aten.index_select(g, 1, torch.tensor([index]))
+
+    with pytest.raises(RuntimeError) as wanted:
+        by_python(lambda: select(7))
+    for _ in range(TIMES):
+        select(1)
+    with pytest.raises(RuntimeError) as caught:
+        select(7)
+    assert replays() == 3
+    assert str(caught.value) == str(wanted.value)
+
+
+@dispatched
+def test_nothing_of_a_batch_is_held():
+    # Red where a recipe keeps an operand, and where the gathers outlive the backward.
+    model, held = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), list[Any]()
+    for _ in range(TIMES):
+        x = torch.randn(8, 4)
+        hidden = model[1](model[0](x))
+        rowprop.pick(model[2](hidden).square().sum(1), [0, 3]).sum().backward()
+        held += [weakref.ref(x), weakref.ref(hidden)]
+    del x, hidden
+    gc.collect()
+    assert all(one() is None for one in held)
+
+
+@dispatched
+def test_the_table_of_recipes_is_bounded():
+    layout, rows = Layout(0, 8), rows_of(0, 3)
+    with below_autograd():
+        for factor in range(9000):
+            torch.ops.aten.mul.Scalar(gradient(torch.ones(2, 3), rows, layout, 8, 3), factor)
+    assert 0 < native.extension.counts()[2] <= 8192
+
+
+@dispatched
+def test_backwards_of_several_threads_do_not_meet():
+    wanted: dict[int, Tensor] = {}
+    errors: list[str] = []
+
+    def backward(number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        weight = torch.randn(4, 4, generator=generator, requires_grad=True)
+        x = torch.randn(8, 4, generator=generator)
+        losses = ((x @ weight).tanh() @ weight).square().sum(1)
+        return torch.autograd.grad(rowprop.pick(losses, [number, 3 + number]).sum(), weight)[0]
+
+    def work(number: int) -> None:
+        errors.extend(f"{number}" for _ in range(100) if not torch.equal(backward(number), wanted[number]))
+
+    wanted.update({number: by_python(lambda number=number: backward(number)) for number in range(4)})
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@dispatched
+def test_an_op_that_reads_a_value_is_not_replayed():
+    # Red with `reads` left out of check_readable, or without the tags of ops.
+    x, w = torch.randn(8, 5), torch.randn(5, 5, requires_grad=True)
+
+    def backward(filled: float) -> Tensor:  # the gradient of `where` depends on whether what it fills in is zero
+        losses = torch.cumprod((x @ w).tanh() + filled, 1).sum(1)
+        return torch.autograd.grad(rowprop.pick(losses, [0, 3]).sum(), w)[0]
+
+    for filled in (0.5, 0.5, 0.5, 0.0, 2.0):
+        assert torch.equal(backward(filled), by_python(lambda filled=filled: backward(filled)))
+
+
+def test_a_layout_survives_its_way_as_numbers():
+    for layout in (
+        Layout(1, 8, 2, 3),
+        Layout(0, 12, 1, 1, (Part(1, 3),)),
+        Layout(0, 24, 1, 2, (Part(2, 3), Part(0, 2, 4))),
+    ):
+        assert layout_of(numbers(layout)) == layout
+
+
+def test_the_command_line_says_what_dispatches(monkeypatch: pytest.MonkeyPatch):
+    native.find.cache_clear()
+    monkeypatch.setenv("ROWPROP_NATIVE", "0")
+    assert "dispatch: Python, by ROWPROP_NATIVE=0" in run("--version").stdout
+    native.find.cache_clear()
+
+
+def test_without_a_compiled_extension_python_dispatches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    native.find.cache_clear()
+    monkeypatch.setenv("ROWPROP_NATIVE", "1")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert native.find() == (None, "Python, as `rowprop native` has not compiled the native one")
+    native.find.cache_clear()
+    native.folder().mkdir()
+    (native.folder() / "complete").touch()  # a file that cannot be loaded
+    (native.folder() / "rowprop_native.so").write_text("no library")
+    assert "cannot be loaded" in native.find()[1]
+    native.find.cache_clear()
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/c++", "false"])
+def test_a_failed_build_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    result = run("native")
+    assert result.exit_code == 2
+    assert "could not be compiled" in result.stderr.splitlines()[-1]
+    assert not (native.folder() / "complete").exists()
