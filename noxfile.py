@@ -27,6 +27,8 @@ ON_A_DEVICE = """accelerator batch cuda_rules custom_code engines history laws l
 programs pruning recurrent repeats rules scores selectors step step_parts streams thinning thinning_tokens tokens verify
 zeros zoo"""
 """The tests whose outcome a device can change."""
+NATIVE = "native backward batchnorm custom_code graphs pick recurrent repeats rules streams tokens zeros"
+"""The tests that native dispatch can change."""
 FAMILIES = """torchvision==0.28.0 timm==1.0.31 transformers==5.24.0 liger-kernel==0.8.5 triton==3.7.1 torchao==0.18.0
 bitsandbytes==0.50.2 pytest""".split()
 FASTAI = """torchvision==0.28.0 fastai==2.8.12 tsai==1.0.1 pytest coolname==2.2.0 tabulate py-cpuinfo importlib-metadata
@@ -146,6 +148,14 @@ def test_as_accelerator(session: nox.Session) -> None:
     """Run the tests whose outcome a device can change on a CPU that answers as a device that the host waits for."""
     command = [sys.executable, "-m", "pytest", *ALL_CORES, "--as-accelerator"]
     session.run(*command, *session.posargs, *files(ON_A_DEVICE), env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none", name="test-native")
+def test_native(session: nox.Session) -> None:
+    """Compile native dispatch, and run the tests of the backward by it."""
+    session.run(sys.executable, "-m", "rowprop", "native")
+    command = [sys.executable, "-m", "pytest", *ALL_CORES, "--native"]
+    session.run(*command, *session.posargs, *files(NATIVE), env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")

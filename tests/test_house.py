@@ -16,8 +16,8 @@ import rowprop
 SRC = Path(__file__).parent.parent / "src"
 
 ROOMS = """
-errors host batch checks files lazy state backprop scoring selection schedule distributed engines thinning history step
-recipes cost oracle rowprop integrations app
+errors host batch checks files lazy state native backprop scoring selection schedule distributed engines thinning
+history step recipes cost oracle rowprop integrations app
 """.split()
 """A module imports modules of its own room and of rooms that stand before it. ``rowprop`` is the front door, the
 package's ``__init__``. ARCHITECTURE.md draws them."""

@@ -44,8 +44,9 @@ def numbers(layout: Layout) -> list[int]:
 
 def layout_of(numbers: Sequence[int]) -> Layout:
     """The layout of these numbers."""
-    minor = tuple(Part(*numbers[at : at + 4]) for at in range(4, len(numbers), 4))
-    return Layout(*numbers[:4], minor)
+    dim, num_rows, outer, inner, *rest = numbers
+    minor = tuple(Part(*rest[at : at + 4]) for at in range(0, len(rest), 4))
+    return Layout(dim, num_rows, outer, inner, minor)
 
 
 def derived(rows: Any, which: tuple[str, tuple[Any, ...], int | None]) -> Tensor:
@@ -77,8 +78,7 @@ class Recorder(TorchDispatchMode):
         self.takes = ["Tensor" in str(about.type) for about in schema]
         for place, (about, takes) in enumerate(zip(schema, self.takes, strict=True)):
             if takes:
-                value = args[place] if place < len(args) else kwargs.get(about.name)
-                for each in value if isinstance(value, (list, tuple)) else [value]:
+                for each in _listed(args[place] if place < len(args) else kwargs.get(about.name)):
                     self._argument(each)
         self._inputs = self.count
         if self.rows is None:
@@ -135,11 +135,11 @@ class Recorder(TorchDispatchMode):
             if place >= len(args) and about.name not in kwargs:
                 given.append(("default",))
                 continue
-            value = args[place] if place < len(args) else kwargs[about.name]
+            value: Any = args[place] if place < len(args) else kwargs[about.name]
             if isinstance(value, Tensor):
                 given.append(("one", self.register(value)))
-            elif isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in cast("list[Any]", value)):
-                given.append(("list", [self.register(v) for v in cast("list[Any]", value)]))
+            elif any(isinstance(each, Tensor) for each in _listed(value)):
+                given.append(("list", [self.register(each) for each in value]))
             else:
                 given.append(("const", value))
         if not _BY_VALUES.isdisjoint(func.tags) and not _indexes_by_numbers(func, args):
@@ -149,8 +149,7 @@ class Recorder(TorchDispatchMode):
         if torch.is_grad_enabled():  # some kernels save what their backward needs only then
             self.why = self.why or "it runs a forward"
         out = func(*args, **kwargs)
-        results = cast("list[Any]", list(out)) if isinstance(out, (tuple, list)) else [out]
-        made = [self._made(each) for each in results]
+        made = [self._made(each) for each in _listed(out)]
         self.steps.append((func._schema.name, func._schema.overload_name, given, made))
         return out
 
@@ -178,7 +177,7 @@ class Recorder(TorchDispatchMode):
         """Give the recipe, or the reason why there is none, to the extension."""
         is_list = type(out) is list
         outs: list[tuple[int, list[int] | None, list[int]]] = []
-        for each in cast("list[Any]", out) if isinstance(out, (list, tuple)) else [out]:
+        for each in _listed(out):
             held = self._rows_of(each)
             if held is not None and held.rows is self.rows:
                 outs.append((self.register(held.values), numbers(held.layout), list(held.shape)))
@@ -209,20 +208,18 @@ def _in_order(steps: Sequence[tuple[Any, ...]], known: set[int]) -> bool:
     """Whether each step uses registers that are set before it."""
     for step in steps:
         if step[0] is None:
-            used, within = {step[1]}, _in_order(step[3], {*known, step[1]})
-            if not within:
+            if step[1] not in known or not _in_order(step[3], set(known)):
                 return False
-        else:
-            given = step[2] if step[0] else []
-            used = {at for kind, *value in given if kind in ("one", "list") for at in _listed(value[0])} - {-1}
-        if not used <= known:
-            return False
+        elif step[0]:
+            used = [at for kind, *value in step[2] if kind in ("one", "list") for at in _listed(value[0])]
+            if not known.issuperset({*used} - {-1}):
+                return False
         known |= _made([step])
     return True
 
 
-def _listed(value: Any) -> list[int]:
-    return value if isinstance(value, list) else [value]
+def _listed(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, (list, tuple)) else [value]
 
 
 def _indexes_by_numbers(func: Any, args: Sequence[Any]) -> bool:

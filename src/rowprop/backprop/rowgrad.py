@@ -80,7 +80,8 @@ class RowGrad(Tensor):
 
     def become(self, sliced: RowSlice | Zeros | None, full: Tensor | None = None) -> None:
         """Hold this from now on."""
-        native.extension is None or native.extension.take_over(self)
+        if native.extension is not None:
+            native.extension.take_over(self)
         self.sliced, self.full = sliced, full
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -102,7 +103,7 @@ class RowGrad(Tensor):
         if self.full is None:
             assert self.sliced is not None
             self.become(None, self.sliced.dense())
-        return self.full
+        return cast(Tensor, self.full)
 
     def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected_type: type | None = None) -> Tensor:
         """Asked by a compiled region that nobody prepared: a caller has handed it a gradient of an earlier backward."""

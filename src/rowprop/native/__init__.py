@@ -13,7 +13,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -41,8 +41,9 @@ def build(*, verbose: bool = False) -> ModuleType:
         RuntimeError, OSError, ImportError, SubprocessError: There is no compiler or no ninja, it failed, or the folder
             cannot be written to.
     """
-    from torch.utils.cpp_extension import load
+    from torch.utils import cpp_extension
 
+    load = cast(Any, cpp_extension).load
     where = folder()
     where.mkdir(parents=True, exist_ok=True)
     built = load("rowprop_native", [str(_SOURCE)], extra_cflags=["-O2"], build_directory=str(where), verbose=verbose)
