@@ -36,9 +36,11 @@ def by_python() -> Iterator[None]:
     """Have Python dispatch within the block."""
     built = native.extension
     built.enable(False)
-    with mock.patch.object(native, "extension", None):
-        yield
-    built.enable(True)
+    try:
+        with mock.patch.object(native, "extension", None):
+            yield
+    finally:
+        built.enable(True)
 
 
 def operands(case: audit.Case, seed: int) -> list[Any]:

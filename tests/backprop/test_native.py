@@ -61,6 +61,11 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+def dense(g: RowGrad) -> Tensor:
+    """The gradient at full size; it stays sliced."""
+    return g.copied()
+
+
 def replays() -> int:
     return native.extension.counts()[0]
 
@@ -140,10 +145,33 @@ def test_no_recipe_is_used_for_a_call_that_differs(changed: str):
     # Red, each by itself: the key without dtypes, strides, layouts, the number of kept rows, sizes.
     for make in (call, call, call, CHANGED[changed]):
         g, other = make()
-        wanted = g.sliced.dense() @ other
+        wanted = dense(g) @ other
         out = product(g, other)
         torch.testing.assert_close(out.plain() if type(out) is RowGrad else out, wanted)
     assert replays() == 1
+
+
+@dispatched
+def test_no_recipe_is_used_where_rows_are_merged_the_other_way():
+    # Red if the key has no layout: all sizes are the same.
+    rows, other = rows_of(0, 3, num_rows=4), torch.randn(8, 3)
+    for layout in (*[Layout(0, 4, 2, 1)] * 3, Layout(0, 4, 1, 2)):
+        g = gradient(torch.randn(4, 3), rows, layout, 8, 3)
+        wanted = dense(g) * other
+        with below_autograd():
+            assert torch.equal(torch.ops.aten.mul.Tensor(g, other).plain(), wanted)
+    assert replays() == 1
+
+
+@dispatched
+def test_no_recipe_is_used_where_an_operand_is_broadcast():
+    # Red if the key has no sizes: the strides are the same.
+    rows = rows_of(0, 3)
+    for size in (8, 8, 8, 1):
+        g, other = gradient(torch.randn(2, 3), rows, Layout(0, 8), 8, 3), torch.randn(size, 3)
+        wanted = dense(g) * other
+        with below_autograd():
+            assert torch.equal(torch.ops.aten.mul.Tensor(g, other).plain(), wanted)
 
 
 @dispatched
@@ -153,7 +181,7 @@ def test_no_recipe_is_used_where_an_operand_comes_twice():
     for same in (True, True, True, False):
         a = gradient(torch.randn(2, 3), rows, layout, 8, 3)
         b = a if same else gradient(torch.randn(2, 3), rows, layout, 8, 3)
-        wanted = a.sliced.values * b.sliced.values
+        wanted = dense(a)[[0, 3]] * dense(b)[[0, 3]]
         with below_autograd():
             out = torch.ops.aten.mul(a, b)
         assert torch.equal(out.plain()[[0, 3]], wanted)
@@ -168,7 +196,7 @@ def test_rows_of_other_policies_have_recipes_of_their_own(policies: Any):
     for given in ({}, {}, {}, policies):
         rows = rows_of(*index, **given) if given else rows_of(0, 3)
         g = gradient(torch.randn(2, 3), rows, layout, 8, 3)
-        wanted = g.sliced.dense() ** 2
+        wanted = dense(g) ** 2
         with below_autograd():
             out = torch.ops.aten.mul(g, g)
         torch.testing.assert_close(out.plain(), wanted)
@@ -182,6 +210,7 @@ def test_numbers_and_texts_among_the_arguments_are_part_of_the_key():
             g = gradient(torch.ones(2, 3), rows, layout, 8, 3)
             assert float(torch.ops.aten.mul.Tensor(g, torch.tensor(factor)).plain().sum()) == 6 * factor
             assert float(torch.ops.aten.mul.Scalar(g, factor).plain().sum()) == 6 * factor
+            assert float((g * factor).plain().sum()) == 6 * factor
 
 
 @dispatched
