@@ -26,6 +26,7 @@ from rowprop import native
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.recorder import layout_of, numbers
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rows import Hook
 from rowprop.backprop.sliced import RowSet, RowSlice
 
 dispatched = pytest.mark.skipif("not config.getoption('--native')")
@@ -200,6 +201,26 @@ def test_rows_of_other_policies_have_recipes_of_their_own(policies: Any):
         with below_autograd():
             out = torch.ops.aten.mul(g, g)
         torch.testing.assert_close(out.plain(), wanted)
+
+
+@dispatched
+def test_a_hook_of_the_rows_is_asked_though_it_came_after_the_gradient():
+    # Red if the extension is not told of the hook.
+    asked = list[str]()
+
+    class Asked(Hook):
+        def weight_gradient(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            asked.append("")
+            return dz, x
+
+    for hooked in (False, False, False, True):
+        rows = rows_of(0, 3)
+        g, x = gradient(torch.randn(2, 3), rows, Layout(0, 8), 8, 3), torch.randn(8, 5)
+        if hooked:
+            rows.hook = Asked()
+        with below_autograd():
+            torch.ops.aten.mm(torch.ops.aten.t(g), x)
+    assert asked == [""]
 
 
 @dispatched

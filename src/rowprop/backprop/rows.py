@@ -101,7 +101,7 @@ class RowSet:
         self.absent: Tensor | None = None  # (K,) bool: rows that fell out, at a place of no meaning; their values are 0
         self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them
         self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these are some of, and their places there
-        self.hook: Hook | None = None
+        self._hook: Hook | None = None
         self.makers: frozenset[Any] = frozenset()  # whose measurement made them: see rowprop.cost.zeros
         self.attention = attention
         self.marked = False  # see copying
@@ -153,6 +153,17 @@ class RowSet:
     def copying(self) -> bool:
         """Whether autograd undoes an in-place op on a view, with copies of its own; of all derived rows together."""
         return (self.origin or self).marked
+
+    @property
+    def hook(self) -> Hook | None:
+        """Asked about these rows."""
+        return self._hook
+
+    @hook.setter
+    def hook(self, hook: Hook | None) -> None:
+        self._hook = hook
+        if hook is not None and self._native is not None:
+            self._native.hook()
 
     def mark(self, on: bool) -> None:
         """Set :attr:`copying`."""

@@ -60,6 +60,7 @@ struct Rows {
   Tensor index;
   int64_t traits = 0;  // equal for rows for which every rule does the same with equal shapes
   std::shared_ptr<std::atomic<bool>> marked;  // shared by all rows of one origin; see RowSet.copying
+  std::atomic<bool> hooked{false};            // whether a hook looks at these rows since gradients of them were made
   std::mutex lock;
   struct Gathered {
     Tensor source, result;
@@ -500,7 +501,7 @@ void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
         break;
       }
     }
-    if (known && call.first && !*call.first->held->rows->marked) {
+    if (known && call.first && !*call.first->held->rows->marked && !call.first->held->rows->hooked) {
       std::shared_ptr<Recipe> recipe;
       Table old;
       {
@@ -625,6 +626,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              r->traits = traits;
              return r;
            }), py::arg("index"), py::arg("traits"), py::arg("origin").none(true))
+      .def("hook", [](Rows& r) { r.hooked = true; })
       .def("mark", [](Rows& r, bool on) { *r.marked = on; })
       .def("remembered", [](Rows& r, const Tensor& source, const Ints& layout) -> std::optional<Tensor> {
              auto found = remembered(r, source, std::make_shared<const Ints>(layout));
