@@ -31,7 +31,7 @@ def test_two_workers_train_as_one_process_on_the_rows_that_both_keep(tmp_path: P
     quiet = {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(EXAMPLE), "--folder", str(tmp_path)],
-        env=os.environ | quiet, capture_output=True, text=True, timeout=400, check=False,
+        env=os.environ | quiet, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     kept = re.search(r"kept \((\d+), (\d+)\) of 64 rows each", done.stdout)
