@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from accelerator import Accelerator
+from picks import by_python
 from rowprop import host, native
 from rowprop.backprop.rowgrad import go_native
 from rowprop.thinning.worth import Worth
@@ -30,7 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--as-accelerator", action="store_true", help="act as where reading a tensor makes the host wait for a device"
     )
-
     parser.addoption("--native", action="store_true", help="compile native dispatch, and run every test by it")
 
 
@@ -66,15 +66,10 @@ def seeded() -> None:
 
 
 @pytest.fixture
-def in_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_python() -> Iterator[None]:
     """In this test Python runs the ops, under ``--native`` too."""
-    built = native.extension
-    monkeypatch.setattr(native, "extension", None)
-    if built is not None:
-        built.enable(False)
-    yield
-    if built is not None:
-        built.enable(True)
+    with by_python():
+        yield
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ import hostile_values as users
 import rowprop
 from hostile_values import FREE, Made, N, bad, fits, losses_fn
 from names import names_of, namespaces
-from rowprop import distributed, engines, history, native, schedule, selection
+from rowprop import distributed, engines, history, schedule, selection
 from rowprop.app import cli, terminal
 from rowprop.backprop.hooks import Handle
 from rowprop.checks import is_number, takes
@@ -406,7 +406,6 @@ def run(command: str, flags: str = "", **options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(terminal, "QUIET_S", inf)  # no line of progress on a slow machine
-        patch.setattr(native, "build", native.folder)  # it takes a minute
         for path, text in FILES.items():
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text)

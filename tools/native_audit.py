@@ -12,8 +12,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -23,24 +22,13 @@ from torch.utils._pytree import tree_flatten
 
 import audit
 import programs
+from picks import by_python
 from rowprop import native
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad, go_native
 from rowprop.backprop.sliced import RowSet, RowSlice
 
 SEEDS = 0, 1, 2, 0  # of the operands of each call
-
-
-@contextmanager
-def by_python() -> Iterator[None]:
-    """Have Python dispatch within the block."""
-    built = native.extension
-    built.enable(False)
-    try:
-        with mock.patch.object(native, "extension", None):
-            yield
-    finally:
-        built.enable(True)
 
 
 def operands(case: audit.Case, seed: int) -> list[Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import native_audit
+import picks
 import rowprop
 import zoo
 from commands import run
@@ -43,7 +44,7 @@ def _forgetting() -> Iterator[None]:
 
 def by_python(f: Callable[[], Any]) -> Any:
     """The result of ``f`` where Python dispatches."""
-    with native_audit.by_python():
+    with picks.by_python():
         return f()
 
 

@@ -310,10 +310,6 @@ def plan(
         write_plan(out, model, result, where)
 
 
-if __name__ == "__main__":
-    app()
-
-
 @_command
 def native() -> None:
     """Compile native dispatch for this torch and Python, about a minute, once; all later processes use it.
@@ -328,3 +324,7 @@ def native() -> None:
     except (OSError, RuntimeError, ImportError, SubprocessError) as error:
         raise InvalidInput(f"native dispatch could not be compiled: {one_line(error)}; Python dispatches.") from error
     write_out(f"{dispatch.folder()}\n")
+
+
+if __name__ == "__main__":
+    app()

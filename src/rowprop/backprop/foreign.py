@@ -179,7 +179,7 @@ def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     unused = tuple(place for place, g in enumerate(grads) if g is None)
     if first is None or not unused:
         return None
-    noted = RowGrad(unwrap(grads[first]), recorded=False)
+    noted = RowGrad.in_python(unwrap(grads[first]))
     noted.unused = unused
     return (*grads[:first], noted, *grads[first + 1 :])
 
@@ -257,7 +257,7 @@ def _take_rows_alike(node: Any) -> list[Callable[[], Any]]:
             return None  # complex numbers have another formula
         if g.layout.holds(node._saved_dim % 2**64 % (2**64 - g.ndim)):  # -1 is saved as 2**64 - 1
             return None
-        inside = RowGrad(g, recorded=False)
+        inside = RowGrad.in_python(g)
         inside.alike = True
         return (inside,)
 

@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
             if id(each) not in self._at:
                 self.steps.append(("", (name, about, place), self._made(each)))
 
-    def finish(self, op: Any, name: str, out: Any, views: bool) -> None:
+    def finish(self, name: str, out: Any, views: bool) -> None:
         """Give the recipe, or the reason why there is none, to the extension."""
         is_list = type(out) is list
         outs: list[tuple[int, list[int] | None, list[int]]] = []
@@ -187,8 +187,8 @@ class Recorder(TorchDispatchMode):
                     self.why = self.why or "a view of the gradient is a plain tensor"
             else:
                 self.why = self.why or "a result of another kind"
-        inputs = range(self._inputs)
-        if not _in_order(self.steps, set(inputs)) or not {at for at, _, _ in outs} <= {-1, *inputs, *_made(self.steps)}:
+        known = {-1, *range(self._inputs)}
+        if not _in_order(self.steps, known) or not known.issuperset(at for at, _, _ in outs):
             self.why = self.why or "it uses a step of a gather"
         if self.why is None:
             try:
@@ -199,22 +199,20 @@ class Recorder(TorchDispatchMode):
             native.extension.put(None, 0, [], False, False, name, [])
 
 
-def _made(steps: Sequence[tuple[Any, ...]]) -> set[int]:
-    """The registers that steps set; those that a gather uses for itself are left out."""
-    return {at for step in steps for at in (step[3] if step[0] else [step[-1]])}
-
-
 def _in_order(steps: Sequence[tuple[Any, ...]], known: set[int]) -> bool:
-    """Whether each step uses registers that are set before it."""
+    """Whether each step uses registers that are known before it; those that it sets join them.
+
+    The registers that a gather sets for itself do not: they are empty where its result is remembered.
+    """
     for step in steps:
         if step[0] is None:
             if step[1] not in known or not _in_order(step[3], set(known)):
                 return False
         elif step[0]:
             used = [at for kind, *value in step[2] if kind in ("one", "list") for at in _listed(value[0])]
-            if not known.issuperset({*used} - {-1}):
+            if not known.issuperset(used):
                 return False
-        known |= _made([step])
+        known.update(step[3] if step[0] else [step[-1]])
     return True
 
 

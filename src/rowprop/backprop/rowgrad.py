@@ -42,12 +42,17 @@ class RowGrad(Tensor):
     made: tuple[RowSet, Any] | None = None  # where the device has streams: the rows, and the memory's last stream
 
     @staticmethod
-    def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros, recorded: bool = True) -> RowGrad:
-        """Wrap ``sliced``; ``recorded`` tells whether native dispatch may run the ops on this gradient."""
-        if native.extension is not None and recorded and type(sliced) is RowSlice and sliced.order is None:
+    def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
+        """Wrap ``sliced``."""
+        if native.extension is not None and type(sliced) is RowSlice and sliced.order is None:
             rows = sliced.rows.native
             if rows is not None and type(sliced.values) is Tensor:
                 return native.extension.make(sliced.values, sliced.rows, rows, numbers(sliced.layout), sliced.shape)
+        return cls.in_python(sliced)
+
+    @classmethod
+    def in_python(cls, sliced: RowSlice | Zeros) -> RowGrad:
+        """Wrap ``sliced`` so that Python runs the ops on it, also where native dispatch is in use."""
         source: Any = sliced.values if type(sliced) is RowSlice else sliced
         strides = None
         if sliced.order is not None:  # the strides of the dense gradient follow from it
@@ -57,9 +62,6 @@ class RowGrad(Tensor):
         if sliced.rows.streams is not None:
             self.made = sliced.rows, sliced.rows.stream()
         return self
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
 
     def __getattr__(self, name: str) -> Any:
         """What the extension holds, once Python asks for it."""
@@ -148,7 +150,7 @@ class RowGrad(Tensor):
             return _in_place(func if args[0].full is not None else functional, func, name, args, kwargs)
         first = args[0]
         if type(first) is RowGrad and first.alike:
-            out = RowGrad(cast(RowSlice, local(func, *map(unwrap, args), **kwargs)), recorded=False)
+            out = cls.in_python(cast(RowSlice, local(func, *map(unwrap, args), **kwargs)))
             out.alike = True
             return out
         outcome = _outcome(func, flat, args, kwargs)
@@ -429,7 +431,7 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             out = RowGrad.ruled(func, args, kwargs)
     else:
         out = RowGrad.ruled(func, args, kwargs)
-    at_work.finish(func, name, out, views)
+    at_work.finish(name, out, views)
     return out
 
 

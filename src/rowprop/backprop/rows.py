@@ -180,8 +180,9 @@ class RowSet:
 
     @property
     def _known(self) -> Any:
-        at_home = type(self.index) is Tensor and self.index.device.type == ("cpu" if self.streams is None else "cuda")
-        if self._native is None and at_home:
+        if self._native is None and type(self.index) is Tensor:
+            if self.index.device.type != ("cpu" if self.streams is None else "cuda"):
+                return None
             policy = (None, "rows", "exact").index(self.batchnorm)
             traits = (self.num_rows * 2 + self.unique) * 3 + policy
             origin = None if self.origin is None else self.origin._known

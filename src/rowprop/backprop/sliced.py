@@ -349,8 +349,13 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     # It has no memory of its own to be recognised by, or, made in inference mode, no count of writes.
     if type(tensor) is not Tensor or tensor.is_meta or tensor.is_inference():
         return gather_plain(tensor, rows.index, layout, parts)
-    if native.extension is not None and rows.native is not None:
-        return _natively(tensor, rows, layout, parts)
+    if native.extension is not None and (held := rows.native) is not None:
+        told = numbers(layout)
+        result = held.remembered(tensor, told)
+        if result is None:
+            result = gather_plain(tensor, rows.index, layout, parts)
+            held.remember(tensor, told, result)
+        return result
     recent, key = rows.recent, (tensor.untyped_storage()._cdata, tensor.storage_offset())  # pyright: ignore
     about = tensor._version, layout, rows.stream()  # pyright: ignore[reportPrivateUsage]
     if key in recent:  # while a source lives, no other storage has its address
@@ -363,16 +368,6 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
         running().ends.append(recent.clear)
     result = gather_plain(tensor, rows.index, layout, parts)
     recent[key] = tensor, about, result
-    return result
-
-
-def _natively(tensor: Tensor, rows: RowSet, layout: Layout, parts: Sequence[Tensor]) -> Tensor:
-    """As :func:`gather`, where the extension remembers."""
-    told = numbers(layout)
-    result = rows.native.remembered(tensor, told)
-    if result is None:
-        result = gather_plain(tensor, rows.index, layout, parts)
-        rows.native.remember(tensor, told, result)
     return result
 
 

@@ -32,7 +32,7 @@ def folder() -> Path:
     return root / f"rowprop_native_{python}_{hashlib.sha256(about).hexdigest()[:12]}"
 
 
-def build(*, verbose: bool = False) -> ModuleType:
+def build() -> ModuleType:
     """Compile the extension, which takes about a minute, or load it where it is compiled already.
 
     A process that finds another one compiling waits for it.
@@ -46,7 +46,7 @@ def build(*, verbose: bool = False) -> ModuleType:
     load = cast(Any, cpp_extension).load
     where = folder()
     where.mkdir(parents=True, exist_ok=True)
-    built = load("rowprop_native", [str(_SOURCE)], extra_cflags=["-O2"], build_directory=str(where), verbose=verbose)
+    built = load("rowprop_native", [str(_SOURCE)], extra_cflags=["-O2"], build_directory=str(where))
     (where / "complete").touch()
     return built
 

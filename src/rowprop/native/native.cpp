@@ -174,9 +174,10 @@ RowImpl* row(const Tensor& t) {
   return typeid(*impl) == typeid(RowImpl) ? static_cast<RowImpl*>(impl) : nullptr;
 }
 
+const DispatchKeySet lazy({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor});
+
 // The gradient, with its Python object: a hook must not meet one without.
 Tensor wrap(Tensor values, std::shared_ptr<Held> held, Layout layout, at::IntArrayRef sizes) {
-  const DispatchKeySet lazy({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor});
   const auto keys = values.key_set() - lazy;
   int64_t count = 1;
   c10::SmallVector<int64_t, 5> strides(sizes.size());
@@ -288,7 +289,6 @@ struct Call {
       add_ints(key, t.sizes());
     }
     auto* impl = held.unsafeGetTensorImpl();
-    const DispatchKeySet lazy({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor});
     if (typeid(*impl) != typeid(c10::TensorImpl) || impl->key_set().has_any(lazy) || impl->key_set().has(DispatchKey::Python) ||
         held.layout() != at::kStrided) {
       return false;
@@ -395,18 +395,13 @@ struct Run {
       }
     }
     s.op->callBoxed(stack);
-    if (s.outs.size() == 1 || stack.size() == s.outs.size()) {
-      if (stack.size() == 1 && stack[0].isTensorList()) {
-        auto l = stack[0].toTensorVector();
-        for (size_t i = 0; i < s.outs.size(); i++) regs[s.outs[i]] = l[i];
-      } else {
-        for (size_t i = 0; i < s.outs.size(); i++) {
-          if (s.outs[i] >= 0) regs[s.outs[i]] = std::move(stack[i]).toTensor();
-        }
-      }
-    } else {
+    if (stack.size() == 1 && stack[0].isTensorList()) {
       auto l = stack[0].toTensorVector();
       for (size_t i = 0; i < s.outs.size(); i++) regs[s.outs[i]] = l[i];
+    } else {
+      for (size_t i = 0; i < s.outs.size(); i++) {
+        if (s.outs[i] >= 0) regs[s.outs[i]] = std::move(stack[i]).toTensor();
+      }
     }
     stack.clear();
     pool.push_back(std::move(stack));
