@@ -15,6 +15,7 @@ from pathlib import Path
 
 import nox
 
+os.environ.setdefault("ROWPROP_NATIVE", "0")  # no session has it compiled in the background, beside what it measures
 nox.options.sessions = []  # `nox` alone lists them: some take hours
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True

@@ -16,8 +16,9 @@ import torch
 
 from accelerator import Accelerator
 from picks import by_python
-from rowprop import host, native
+from rowprop import host
 from rowprop.backprop.rowgrad import go_native
+from rowprop.native import building
 from rowprop.thinning.worth import Worth
 from step_cases import ENGINES
 
@@ -35,10 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault("ROWPROP_NATIVE", "0")  # the tests do not depend on what a user has compiled
+    os.environ.setdefault("ROWPROP_NATIVE", "0")  # no test depends on what is compiled, or has it compiled
     if config.getoption("--native"):
         os.environ["ROWPROP_NATIVE"] = "1"
-        native.build()
+        building.build()
         go_native()
     if config.getoption("--as-accelerator"):
         host.READ_AT_ONCE.clear()

@@ -27,6 +27,7 @@ from rowprop import native
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad, go_native
 from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.native import building
 
 SEEDS = 0, 1, 2, 0  # of the operands of each call
 
@@ -132,7 +133,7 @@ def main(per_op: int, count: int) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     random.seed(0)
-    native.build()
+    building.build()
     go_native()
     replayed, wrong = ops(per_op)
     print(f"{replayed.total()} replayed cases of {len(replayed)} ops")

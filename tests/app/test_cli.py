@@ -17,12 +17,12 @@ import torch
 
 import rowprop
 from commands import TINY, compare, refused, run
-from rowprop import native
 from rowprop.__main__ import main as entry_point
 from rowprop.app.cli import TESTED, app
 from rowprop.app.compare.folder import LOCK
 from rowprop.backprop.rules.registry import RULES
 from rowprop.errors import is_ours
+from rowprop.native import building
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "tools"
@@ -315,7 +315,9 @@ def test_the_version_and_those_that_are_tested(monkeypatch: pytest.MonkeyPatch):
     # Red: with a range that a newer torch is refused by, or with another number in any of the four places.
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
     result = run("--version")
-    printed = f"rowprop {rowprop.__version__}, torch 2.99.0+cpu (tested: 2.11 to 2.15), dispatch: {native.find()[1]}\n"
+    printed = (
+        f"rowprop {rowprop.__version__}, torch 2.99.0+cpu (tested: 2.11 to 2.15), dispatch: {building.find()[1]}\n"
+    )
     assert (result.exit_code, result.stdout, result.stderr) == (0, printed, "")
     oldest, newest = TESTED
     tried = re.findall(r'"(\d+\.\d+)\.\d+"\)', (ROOT / "noxfile.py").read_text())

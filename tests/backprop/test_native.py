@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ import native_audit
 import picks
 import rowprop
 import zoo
-from commands import run
 from rowprop import native
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.recorder import layout_of, numbers
@@ -333,33 +331,3 @@ def test_a_layout_survives_its_way_as_numbers():
         Layout(0, 24, 1, 2, (Part(2, 3), Part(0, 2, 4))),
     ):
         assert layout_of(numbers(layout)) == layout
-
-
-def test_the_command_line_says_what_dispatches(monkeypatch: pytest.MonkeyPatch):
-    native.find.cache_clear()
-    monkeypatch.setenv("ROWPROP_NATIVE", "0")
-    assert "dispatch: Python, by ROWPROP_NATIVE=0" in run("--version").stdout
-    native.find.cache_clear()
-
-
-def test_without_a_compiled_extension_python_dispatches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    native.find.cache_clear()
-    monkeypatch.setenv("ROWPROP_NATIVE", "1")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert native.find() == (None, "Python, as `rowprop native` has not compiled the native one")
-    native.find.cache_clear()
-    native.folder().mkdir()
-    (native.folder() / "complete").touch()  # a file that cannot be loaded
-    (native.folder() / "rowprop_native.so").write_text("no library")
-    assert "cannot be loaded" in native.find()[1]
-    native.find.cache_clear()
-
-
-@pytest.mark.parametrize("compiler", ["/nowhere/c++", "false"])
-def test_a_failed_build_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", compiler)
-    result = run("native")
-    assert result.exit_code == 2
-    assert "could not be compiled" in result.stderr.splitlines()[-1]
-    assert not (native.folder() / "complete").exists()

@@ -24,6 +24,7 @@ from rowprop.cost.measure import Timing, measure
 from rowprop.cost.plan import Cost, Measurement, PlainStep, _levelled, _measured, line, make_plan, plan, second_forward
 from rowprop.engines import policies_on
 from rowprop.errors import InvalidInput
+from rowprop.native import building
 from token_models import IDS, LABELS, LOSSES, Decoder
 from untouched import untouched
 
@@ -586,6 +587,7 @@ def test_the_command_prints_a_table_and_the_reason_or_one_json_object():
     assert {"ways", "break_even_keep", "choice", "reason", "model"} <= found.keys()
     assert {"engine", "limit", "keep", "predicted_s", "ratio", "peak_bytes"} <= found["ways"][0].keys()
     assert found["choice"] in found["ways"] and found["certainty"].startswith("Rounds measured of each step: 3 ")
+    assert found["dispatch"] == building.find()[1] and f"; dispatch: {found['dispatch']}. " in found["certainty"]
 
 
 @pytest.mark.parametrize(

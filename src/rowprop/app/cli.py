@@ -90,11 +90,11 @@ def _print_version(asked: bool) -> None:
         import torch
 
         import rowprop
-        from rowprop import native
+        from rowprop.native import building
 
         tested = f"tested: {TESTED[0]} to {TESTED[1]}"
         write_out(
-            f"rowprop {rowprop.__version__}, torch {torch.__version__} ({tested}), dispatch: {native.find()[1]}\n"
+            f"rowprop {rowprop.__version__}, torch {torch.__version__} ({tested}), dispatch: {building.find()[1]}\n"
         )
         raise typer.Exit
 
@@ -314,16 +314,19 @@ def plan(
 def native() -> None:
     """Compile native dispatch for this torch and Python, about a minute, once; all later processes use it.
 
-    It needs a C++ compiler and ninja. ROWPROP_NATIVE=0 turns it off.
+    Otherwise the first sliced backward has it compiled in the background. It needs a C++ compiler and ninja.
+    ROWPROP_NATIVE=0 turns it off.
     """
-    from rowprop import native as dispatch
+    from rowprop.native import building
 
     say("Compiling native dispatch. If another process compiles it, this one waits for it.")
     try:
-        dispatch.build()
+        building.build()
     except (OSError, RuntimeError, ImportError, SubprocessError) as error:
-        raise InvalidInput(f"native dispatch could not be compiled: {one_line(error)}; Python dispatches.") from error
-    write_out(f"{dispatch.folder()}\n")
+        why = building.reason(error)
+        raise InvalidInput(f"native dispatch could not be compiled: {why}; Python dispatches.") from error
+    say(f"dispatch: {building.find()[1]}")
+    write_out(f"{building.library()}\n")
 
 
 if __name__ == "__main__":

@@ -112,9 +112,10 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     be handed, a dense gradient.
     """
     held = running()
-    if alone():  # no other backward works with the ops that the extension registers for
-        go_native()
     with held.lock:
+        # Nothing is sliced yet, and no other backward works with the ops that the extension registers for.
+        if len(held.nodes) == 1 and alone():
+            go_native()
         if start not in held.nodes:
             held.ends += _prepare(start, rows, slices, held)
         if not slices:

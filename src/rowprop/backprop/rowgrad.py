@@ -439,10 +439,13 @@ def _sliced(value: Any) -> RowSlice | None:
     return value.sliced if type(value) is RowGrad and value.full is None and type(value.sliced) is RowSlice else None
 
 
-@cache
 def go_native() -> None:
-    """Have native dispatch run the ops on sliced gradients, if it has been compiled. Once in a process."""
-    built: Any = native.find()[0]
+    """Have native dispatch run the ops on sliced gradients, once it is compiled. Called while no gradient is sliced."""
+    if native.off():
+        return
+    from rowprop.native import building
+
+    built: Any = building.arrive()
     if built is None:
         return
     named = [op._schema for op in cast("list[Any]", [*RULES]) if getattr(op, "_schema", None) is not None]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rowprop import native
 from rowprop.backprop.backward import outer
 from rowprop.backprop.recorder import reads
 
@@ -31,12 +32,14 @@ class Report:
         cut: For each attention op under ``attention="cut"``, the number of calls in which keys and values of tokens
             that were not kept took no gradient: an approximation, see :func:`rowprop.pick`.
         waited: For each number that only the device knew, how often the host waited for it. Empty on the CPU.
+        dispatch: What ran the ops, ``"native"`` or ``"Python"``, see ``rowprop native``; set when the block ends.
     """
 
     sliced: dict[str, int] = field(default_factory=dict[str, int])
     densified: dict[str, Densified] = field(default_factory=dict[str, Densified])
     cut: dict[str, int] = field(default_factory=dict[str, int])
     waited: dict[str, int] = field(default_factory=dict[str, int])
+    dispatch: str = ""
 
     def note_densified(self, name: str, reason: str) -> None:
         """Count an op at which a gradient went back to all rows."""
@@ -45,7 +48,8 @@ class Report:
         entry.reason = reason
 
     def __repr__(self) -> str:
-        lines = [f"sliced: {sum(self.sliced.values())} calls of {len(self.sliced)} ops"]
+        dispatch = f"; dispatch: {self.dispatch}" if self.dispatch else ""
+        lines = [f"sliced: {sum(self.sliced.values())} calls of {len(self.sliced)} ops{dispatch}"]
         if not self.densified:
             lines.append("densified: nothing")
         for name, entry in sorted(self.densified.items(), key=lambda item: -item[1].count):
@@ -90,6 +94,7 @@ def recording(report: Report) -> Generator[None]:
         yield
     finally:
         _reports[:] = [r for r in _reports if r is not report]
+        report.dispatch = "Python" if native.extension is None else "native"
 
 
 def note(table: Literal["sliced", "cut", "waited"], name: str) -> None:

@@ -24,6 +24,7 @@ from rowprop.cost.zeros import ZeroPlace, find_zeros
 from rowprop.distributed import averages_gradients
 from rowprop.engines import Sliced, policies_on, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
+from rowprop.native.building import find
 from rowprop.scoring import LossesFn, losses_of, score_without_graph
 from rowprop.selection.selectors import count_kept
 from rowprop.state import backward_undone, devices_of, rng_states
@@ -141,7 +142,7 @@ def plan(
     with backward_undone(model, batch), torch.enable_grad(), find_zeros(model) as zeros:
         cast(Any, losses_of(losses_fn, model, batch, unit=unit).mean()).backward()
     fitted = _fitted(plain, timings, n, anchors, keeps, gradients)
-    return replace(fitted, unit=unit, zeros=next(iter(zeros.places), None))
+    return replace(fitted, unit=unit, zeros=next(iter(zeros.places), None), dispatch=find()[1])
 
 
 def _keeps(keep: object) -> list[float]:
@@ -425,6 +426,7 @@ class Plan:
         spread: The middle half of the rounds over their median, in the median of all steps; None for one round.
         zeros: Where :func:`rowprop.skip_zeros` would save most of the plain step; None where it would save nothing.
         unit: What is kept, ``"row"`` or ``"token"``.
+        dispatch: What ran the ops of sliced gradients, in a few words, as ``rowprop --version`` has them.
     """
 
     num_rows: int
@@ -439,6 +441,7 @@ class Plan:
     spread: float | None
     zeros: ZeroPlace | None = None
     unit: Unit = "row"
+    dispatch: str = ""
 
     def __repr__(self) -> str:
         return f"{self.reason}\n{self.certainty}"
@@ -475,11 +478,12 @@ class Plan:
 
     @property
     def certainty(self) -> str:
-        """``rounds``, ``spread``, ``error`` and ``worst_error`` in a sentence."""
+        """``rounds``, ``spread``, ``dispatch``, ``error`` and ``worst_error`` in a sentence."""
         if self.rounds is None:
             return "Nobody measured, so nothing is known of the error."
         spread = "" if self.spread is None else f" (the middle half lies within {100 * self.spread:.1f} %)"
-        said = f"Rounds measured of each step: {self.rounds}{spread}. "
+        dispatch = f"; dispatch: {self.dispatch}" if self.dispatch else ""
+        said = f"Rounds measured of each step: {self.rounds}{spread}{dispatch}. "
         if self.error is None:
             return f"{said}No keep asked for was measured, so the error of the predictions is unknown."
         keeps = ", ".join(f"{keep:g}" for keep in dict.fromkeys(w.keep for w in self.ways if w.measured_s is not None))
