@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +31,7 @@ from rowprop.backprop.recorder import layout_of, numbers
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rows import Hook
 from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.native import building
 
 dispatched = pytest.mark.skipif("not config.getoption('--native')")
 TIMES = 4  # a call runs in Python, is recorded, and is replayed twice
@@ -322,6 +327,40 @@ def test_an_op_that_reads_a_value_is_not_replayed():
 
     for filled in (0.5, 0.5, 0.5, 0.0, 2.0):
         assert torch.equal(backward(filled), by_python(lambda filled=filled: backward(filled)))
+
+
+SWITCH = """
+import shutil, sys, torch, rowprop
+from rowprop import native
+from rowprop.native import building
+
+model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)), torch.randn(8, 4)
+
+def gradients(losses):
+    return torch.autograd.grad(rowprop.pick(losses, [0, 3]).sum(), model.parameters(), retain_graph=True)
+
+losses = model(x).square().sum(1)
+goal = building.library()
+goal.parent.mkdir(parents=True)
+with building._lock(goal):  # as while another process compiles
+    wanted = gradients(losses)
+    shutil.copy(sys.argv[1], goal)
+assert native.extension is None
+building._next_look_s[0] = 0.0
+for _ in range(4):
+    for each in losses, model(x).square().sum(1):  # also of a graph that is older than the extension
+        assert all(map(torch.equal, gradients(each), wanted))
+assert native.extension.counts()[0] > 0
+"""
+
+
+@dispatched
+def test_a_process_changes_over_while_it_trains(tmp_path: Path):
+    # Red where a process looks for the extension at its first backward alone.
+    where = {"ROWPROP_NATIVE": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "error", "-c", SWITCH, str(building.library())]
+    done = subprocess.run(command, env=os.environ | where, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_layout_survives_its_way_as_numbers():

@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +29,16 @@ from rowprop.native import building
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no compilation in the background on Windows")
 
 # In place of a compilation: it adds a line to a file, and waits for another file before it writes the library.
-CHILD = """import os, pathlib, time
+CHILD = """import os, pathlib, sys, time
 where = pathlib.Path({where!r})
 with (where / "pids").open("a") as pids:
     print(os.getpid(), file=pids)
-while not (where / "go").exists():
+for _ in range(3000):
     time.sleep(0.01)
+    if (where / "go").exists():
+        break
+else:
+    sys.exit()
 pathlib.Path({goal!r}).touch()
 """
 PROCESS = """import sys, types
@@ -79,8 +84,9 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    return Place(tmp_path, monkeypatch)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    yield Place(tmp_path, monkeypatch)
+    (tmp_path / "go").touch()  # nothing waits after a test that failed
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -187,10 +193,11 @@ def test_what_is_half_compiled_never_counts(place: Place):
 
 
 def test_a_waiting_build_finds_what_another_process_has_compiled(place: Place):
+    # Red where it does not wait: it then compiles beside the other.
     assert building._start()
-    (place.where / "go").touch()
+    threading.Timer(0.3, (place.where / "go").touch).start()
     place.loader(failed)
-    building.build()  # it waits, and compiles nothing
+    building.build()
     assert place.goal.exists()
 
 
@@ -215,6 +222,18 @@ def test_where_something_is_missing_nothing_is_said_and_python_dispatches(
     monkeypatch.setenv(name, value)
     assert building.arrive() is None and said(caplog) == [] and not place.goal.parent.exists()
     assert building.find() == (None, f"Python, as the native one could not be compiled: {why}")
+
+
+def test_ninja_is_also_found_beside_a_python_that_was_not_activated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    # Red where only PATH is searched, and without a look for Python's headers, which its package may lack.
+    for name in ("c++", "ninja"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(building.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert building._missing() == "there is no Python.h"
+    (tmp_path / "Python.h").touch()
+    assert building._missing() == ""
 
 
 def test_a_home_that_cannot_be_written_to(place: Place, caplog: pytest.LogCaptureFixture):
