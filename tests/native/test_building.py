@@ -69,8 +69,9 @@ class Place:
 
     def pids(self) -> list[int]:
         """The processes that compile, or did, once there is one."""
-        until((self.where / "pids").exists)
-        return [int(line) for line in (self.where / "pids").read_text().split()]
+        pids = self.where / "pids"
+        until(lambda: pids.exists() and pids.read_text() != "")
+        return [int(line) for line in pids.read_text().split()]
 
     def finish(self) -> None:
         """Let the one that compiles write the library, and wait for it."""
