@@ -1,9 +1,10 @@
 """Native dispatch beside Python's, op by op and program by program: the same bits, or a line that says where not.
 
-A case of the audit is called four times by native dispatch: it runs in Python, is recorded, is replayed with other
-values and other rows, and is replayed again. Each outcome, with its operands afterwards, is compared with that of
-Python's dispatch on the same operands. ``python tools/native_audit.py 10 200`` compiles native dispatch, and tries ten
-cases of each op and 200 random programs.
+Native dispatch calls a case of the audit again and again: the case runs in Python, is recorded, and is replayed with
+other values and other rows; it is recorded with more rows, and replayed with a number of rows in between. Each outcome,
+with its operands afterwards, is compared with that of Python's dispatch on the same operands. Random programs run with
+other rows in each step. ``python tools/native_audit.py 10 200`` compiles native dispatch, and tries ten cases of each
+op and 200 random programs.
 """
 
 from __future__ import annotations
@@ -22,23 +23,26 @@ from torch.utils._pytree import tree_flatten
 
 import audit
 import programs
-from picks import by_python
+from picks import Take, by_python
 from rowprop import native
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad, go_native
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.native import building
 
-SEEDS = 0, 1, 2, 0  # of the operands of each call
+CALLS = (0, 0), (1, 0), (2, 0), (0, 2), (1, 1), (2, 1)  # of the operands of each: the seed, and how many rows more
+STEPS = 5  # of each random program
 
 
-def operands(case: audit.Case, seed: int) -> list[Any]:
-    """The operands of a case; another seed has other values and other rows."""
+def operands(case: audit.Case, seed: int, more: int) -> list[Any]:
+    """The operands of a case; another seed has other values and other rows, ``more`` of them if there are as many."""
 
     def shifted(kind: str, layout: Layout) -> RowSet:
         rows = plain(kind, layout)
-        if seed and kind not in ("tokens", "fallen"):
+        if seed + more and kind not in ("tokens", "fallen"):
             index = (rows.index + seed) % layout.num_rows
+            others = [row for row in range(layout.num_rows) if row not in index.tolist()]
+            index = torch.cat([index, torch.tensor(others[:more], dtype=torch.int64)])
             rows = RowSet(index, rows.num_rows, unique=rows.unique, batchnorm=rows.batchnorm)
         return rows
 
@@ -53,9 +57,9 @@ def operands(case: audit.Case, seed: int) -> list[Any]:
     return found
 
 
-def outcome(case: audit.Case, seed: int) -> list[Any]:
+def outcome(case: audit.Case, seed: int, more: int) -> list[Any]:
     """The results, or the exception, and the operands afterwards; of a gradient its values and where they lie."""
-    given = operands(case, seed)
+    given = operands(case, seed, more)
     try:
         with torch.no_grad():
             out = case._call(given)  # pyright: ignore[reportPrivateUsage]
@@ -95,35 +99,48 @@ def ops(per_op: int, record: Callable[[audit.Recorder], None] = audit.record_cas
         if case.senseless or case.call.name.rstrip("_") in audit.UNDEFINED:
             continue
         with by_python():
-            wanted = {seed: outcome(case, seed) for seed in SEEDS}
+            wanted = [outcome(case, *call) for call in CALLS]
         native.extension.forget()
         native.extension.counts()
-        for number, seed in enumerate(SEEDS):
-            if not all_same(outcome(case, seed), wanted[seed]):
-                wrong.append(f"call {number} differs: {case}")
+        for call, expected in zip(CALLS, wanted, strict=True):
+            if not all_same(outcome(case, *call), expected):
+                wrong.append(f"call {call} differs: {case}")
                 break
         replayed[case.call.name] += native.extension.counts()[0] > 0
     return +replayed, wrong
 
 
+def with_rows_of(step: int) -> Take:
+    """``pick`` of other rows in each step than a program asks for, and of another number of them from step 2 on."""
+
+    def take(x: Tensor, rows: Tensor) -> Tensor:
+        if rows.dtype == torch.bool:
+            rows = rows.roll(step, 0) | (rows if step > 1 else False)
+        else:
+            rows = ((rows + step) % len(x))[: len(rows) - max(0, step - 1) % len(rows)]
+        return programs.picked(x, rows)
+
+    return take
+
+
 def random_programs(numbers: Iterable[int]) -> list[str]:
-    """Random programs, three times each, with the recordings of all before them; a line for each that differs."""
+    """Random programs, some steps of each, with the recordings of all before them; a line for each that differs."""
     wrong: list[str] = []
     for number in numbers:
         reference = programs.plain(number)
         if reference is None:
             continue
 
-        def results(number: int = number, left_out: set[str] = reference[0].left_out) -> list[Any]:
+        def results(step: int, number: int = number, left_out: set[str] = reference[0].left_out) -> list[Any]:
             try:
-                found = programs.backward(programs.build(number, programs.picked, left_out))
+                found = programs.backward(programs.build(number, with_rows_of(step), left_out))
             except Exception as error:
                 return [type(error), str(error)]
             return [x if x is None else x.detach() for x in found]
 
         with by_python():
-            wanted = results()
-        if not all(all_same(results(), wanted) for _ in range(3)):
+            wanted = [*map(results, range(STEPS))]
+        if not all(all_same(results(step), wanted[step]) for step in range(STEPS)):
             wrong.append(f"program {number} differs: {' -> '.join(reference[0].steps)}")
     return wrong
 

@@ -13,12 +13,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import native_audit
@@ -30,7 +33,9 @@ from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.recorder import layout_of, numbers
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rows import Hook
+from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.watch import Report
 from rowprop.native import building
 
 dispatched = pytest.mark.skipif("not config.getoption('--native')")
@@ -78,7 +83,8 @@ def replays() -> int:
 @dispatched
 @pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda entry: entry.name)
 def test_a_models_gradients_are_those_of_python_bit_for_bit(entry: Any):
-    # Red if a gather is replayed from other rows, and if results are handed on in another layout.
+    # Red if a gather is replayed from other rows, if results are handed on in another layout, and if a number that is a
+    # multiple of the kept rows is replayed as it was.
     def gradients(rows: tuple[int, ...]) -> list[Tensor | None]:
         model, batch = entry.make(torch.float32)
         torch.manual_seed(1)
@@ -86,9 +92,14 @@ def test_a_models_gradients_are_those_of_python_bit_for_bit(entry: Any):
         rowprop.pick(losses, torch.tensor(rows), batchnorm="exact").sum().backward()
         return [p.grad for p in model.parameters()]
 
-    some, others = zoo.ROWS, tuple((row + 1) % zoo.N for row in zoo.ROWS)
-    wanted = {rows: by_python(lambda rows=rows: gradients(rows)) for rows in (some, others)}
-    for rows in (some, some, others, some):
+    some, others, most, more = (
+        zoo.ROWS,
+        tuple((row + 1) % zoo.N for row in zoo.ROWS),
+        (6, 5, 3, 2, 1, 0, 7),
+        (7, 0, 4, 2, 1),
+    )
+    wanted = {rows: by_python(lambda rows=rows: gradients(rows)) for rows in (some, others, most, more)}
+    for rows in (some, some, others, most, more, some):
         for a, b in zip(gradients(rows), wanted[rows], strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
     assert replays() > 0
@@ -120,6 +131,56 @@ def test_a_recipe_is_used_for_other_values_and_other_rows():
         out = product(gradient(values, rows_of(*index), layout, 8, 3), other)
         assert torch.equal(out.plain()[list(index)], values @ other)
     assert replays() == 2
+
+
+def summed(kept: int) -> None:
+    """The sum of each of ``kept`` rows of 20, and the gradient of a mean over their entries, beside what they are."""
+    rows, values = rows_of(*range(kept), num_rows=20), torch.randn(kept, 3)
+    with below_autograd():
+        total = torch.ops.aten.sum.dim_IntList(gradient(values, rows, Layout(0, 20), 20, 3), [1])
+        apart = torch.ops.aten.expand(torch.ops.aten.unsqueeze(total, 1), [20, 7])
+    assert torch.equal(total.plain()[:kept], values.sum(1))
+    assert torch.equal(apart.plain()[:kept], values.sum(1)[:, None].expand(kept, 7))
+
+
+@dispatched
+def test_a_recipe_is_used_for_numbers_of_kept_rows_between_those_that_it_was_recorded_at():
+    # Red if the number is part of the key, and if a number that is a multiple of it is taken for a constant.
+    for kept, found in ((4, 0), (4, 0), (9, 0), (5, 3), (8, 3), (10, 0), (2, 0), (4, 3), (6, 3), (1, 0)):
+        summed(kept)
+        assert replays() == found, kept
+
+
+def with_rule(rule: Callable[[int], float], kept: int) -> float:
+    """What a product is multiplied by, if its rule says it from the number of kept rows."""
+
+    def run(op: Any, g: RowSlice, factor: float) -> RowSlice:
+        return g.like(op(g.values, rule(g.rows.kept)))
+
+    op = torch.ops.aten.mul.Scalar
+    with patch.dict(RULES, {op: replace(RULES[op], run=run)}), below_autograd():
+        g = gradient(torch.ones(kept, 6), rows_of(*range(kept), num_rows=20), Layout(0, 20), 20, 6)
+        return float(op(g, 1.0).plain()[0, 0])
+
+
+@dispatched
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda kept: kept // 2,  # no multiple of the kept rows
+        lambda kept: kept + 1,
+        lambda kept: 2 if kept == 6 else 1,  # as many as there are columns
+        lambda kept: 2 if kept >= 12 else 1,
+        lambda kept: 2 if kept == 1 else 1,
+        lambda kept: 3 * kept,
+        lambda kept: 4 if kept <= 10 else kept,
+    ],
+)
+def test_a_rule_may_depend_on_the_number_of_kept_rows(rule: Callable[[int], float]):
+    # Red, each by itself: recordings that differ are taken for one; numbers that are other sizes, too; all numbers.
+    for kept in (4, 4, 10, 10, 5, 6, 8, 16, 1, 3, 5, 12, 10, 10, 10):
+        assert with_rule(rule, kept) == rule(kept), kept
+    assert replays() > 0
 
 
 def call(dtype: torch.dtype = torch.float32, kept: int = 2, size: int = 5, num_rows: int = 8) -> tuple[RowGrad, Tensor]:
@@ -236,6 +297,85 @@ def test_numbers_and_texts_among_the_arguments_are_part_of_the_key():
             assert float(torch.ops.aten.mul.Tensor(g, torch.tensor(factor)).plain().sum()) == 6 * factor
             assert float(torch.ops.aten.mul.Scalar(g, factor).plain().sum()) == 6 * factor
             assert float((g * factor).plain().sum()) == 6 * factor
+
+
+@dispatched
+def test_a_process_that_recorded_something_ends_well():
+    # Red where a recipe lets go of a Python object after Python has ended.
+    code = """
+import torch, rowprop
+layer, x = torch.nn.Linear(4, 4), torch.randn(6, 5, 4)
+for _ in range(4):
+    rowprop.pick(layer(x).square().sum(2), torch.eye(6, 5) > 0).sum().backward()
+from rowprop import native
+assert native.extension.counts()[0] > 0
+"""
+    environment = {**os.environ, "ROWPROP_NATIVE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@dispatched
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_other_subclasses_are_left_alone():
+    # Red if the sizes of any tensor are read: a nested one refuses.
+    layer = nn.Linear(3, 3)
+
+    def nested() -> Tensor:
+        return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+
+    def two() -> Tensor:
+        return TwoTensor(torch.ones(6, 3), torch.ones(6, 3))
+
+    for make in (nested, two):
+        found = torch.autograd.grad(layer(make()).sum(), layer.weight)[0]
+        assert found.shape == (3, 3)
+        assert type(found) is type(
+            by_python(lambda make=make: torch.autograd.grad(layer(make()).sum(), layer.weight)[0])
+        )
+
+
+@dispatched
+def test_the_report_tells_what_python_ran_and_why():
+    # Red if a report is not told, and if it is told of what was replayed.
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+
+    def backward() -> Report:
+        with rowprop.watch() as report:
+            rowprop.pick(net(torch.randn(8, 4)).square().sum(1), [0, 3]).sum().backward()
+        return report
+
+    first, _, _ = backward(), backward(), replays()
+    third = backward()
+    assert {why for _, why in first.python} == {"the first calls of a shape are recorded"}
+    assert replays() == sum(third.sliced.values())
+    assert third.python == {}
+    assert "in Python" in str(first)
+    assert "in Python" not in str(third)
+    assert by_python(backward).python == {}
+
+
+@dispatched
+@pytest.mark.parametrize("unit", ["row", "token"])
+def test_thinned_gradients_are_replayed_but_where_the_draws_are_asked(unit: Any):
+    # Red if a rule that asks a hook is recorded: draws of an earlier step come again.
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+    x = torch.randn(16, 6, 4)
+
+    def gradients(seed: int) -> tuple[list[Tensor], Report]:
+        net.zero_grad()
+        handle = rowprop.thin(net, keep=0.5, unit=unit, generator=torch.Generator().manual_seed(seed))
+        with rowprop.watch() as report:
+            (net(x).square().mean((1, 2)) * torch.arange(16)).mean().backward()
+        handle.remove()
+        return [cast(Tensor, p.grad).clone() for p in net.parameters()], report
+
+    for seed in range(4):
+        wanted, found = by_python(lambda seed=seed: gradients(seed)), gradients(seed)
+        assert all(map(torch.equal, wanted[0], found[0]))
+    assert ("mm", "a hook of the rows") in found[1].python
+    assert sum(found[1].python.values()) < sum(found[1].sliced.values()) / 2
 
 
 @dispatched

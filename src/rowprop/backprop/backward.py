@@ -112,8 +112,10 @@ def node_name() -> str:
 
 
 def ends_at_a_leaf() -> bool:
-    """Whether the first result of the node that autograd runs is the gradient of a leaf; True where none runs."""
-    reads("the node that runs")
+    """Whether the first result of the node that autograd runs is the gradient of a leaf; True where none runs.
+
+    This is part of the key of native dispatch.
+    """
     node = cast(Any, torch)._C._current_autograd_node()
     above = None if node is None else node.next_functions[0][0]
     return above is None or above.name().endswith("AccumulateGrad")

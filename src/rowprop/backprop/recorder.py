@@ -2,14 +2,15 @@
 
 A step is an op of aten on tensors that the rule was given or made; a gather of the kept rows; or something that
 follows from the rows' index alone. The extension replays the steps for a call whose key is equal: the op, its arguments
-that are no tensors, the sizes, strides and dtypes of its tensors, the layouts, and the rows' traits. A rule that
-depends on more says so by :func:`reads`, and is not recorded.
+that are no tensors, the sizes, strides and dtypes of its tensors, the layouts, and the rows' traits; the number of kept
+rows may be another one, see native.cpp. A rule that depends on more says so by :func:`reads`, and is not recorded.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -65,8 +66,11 @@ _BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 class Recorder(TorchDispatchMode):
     """Records a rule. Register 0 is the rows' index; then come the tensors among the arguments, then what is made."""
 
-    def __init__(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], rows_of: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, call: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any], rows_of: Callable[[Any], Any]
+    ) -> None:
         super().__init__()
+        self._call = call  # what the extension says of this call, see native.cpp
         self.steps: list[tuple[Any, ...]] = []
         self.why: str | None = None  # the rule cannot be recorded
         self.rows: Any = None
@@ -190,13 +194,42 @@ class Recorder(TorchDispatchMode):
         known = {-1, *range(self._inputs)}
         if not _in_order(self.steps, known) or not known.issuperset(at for at, _, _ in outs):
             self.why = self.why or "it uses a step of a gather"
-        if self.why is None:
-            try:
-                native.extension.put(self.steps, self.count, outs, is_list, views, name, self.takes)
-            except (RuntimeError, TypeError, ValueError) as error:
-                self.why = f"C++ takes no such argument: {error}"
-        if self.why is not None:
-            native.extension.put(None, 0, [], False, False, name, [])
+        recording = None if self.why else (self.steps, self.count, outs, is_list, views, name, self.takes)
+        self._put(recording)
+
+    def _put(self, recording: Any) -> None:
+        """Hand on the recording, for all numbers of kept rows between those of this call and of earlier ones."""
+        kept, earlier = self._call
+        low, high, before = earlier or (kept, kept, recording)
+        try:
+            both = _for_both(before, recording, kept, low, low == high)
+            native.extension.put(both, min(low, kept), max(high, kept), False, self.why or "")
+        except (RuntimeError, TypeError, ValueError):  # C++ takes no such argument, or not for several numbers
+            native.extension.put(None, kept, kept, earlier is not None, "C++ takes no such argument")
+
+
+@dataclass(frozen=True)
+class Multiple:
+    """A number in a recording that is this factor times the number of kept rows."""
+
+    factor: int
+
+
+def _for_both(one: Any, now: Any, kept: int, low: int, once: bool) -> Any:
+    """A recording at ``low`` kept rows, or for several numbers if not ``once``, that also holds at ``kept``."""
+    if type(one) is type(now) and isinstance(one, (list, tuple)):
+        some, others = cast("list[Any]", one), cast("list[Any]", now)
+        if len(some) == len(others):
+            both = [_for_both(a, b, kept, low, once) for a, b in zip(some, others, strict=True)]
+            return both if isinstance(one, list) else tuple(both)
+    elif isinstance(one, Multiple):
+        if one.factor * kept == now:
+            return one
+    elif one is now or (type(one) is type(now) and one == now):
+        return one
+    elif type(one) is int and type(now) is int and once and one % low == 0 and one // low * kept == now:
+        return Multiple(one // low)
+    raise ValueError("the rule does something else with another number of kept rows")
 
 
 def _in_order(steps: Sequence[tuple[Any, ...]], known: set[int]) -> bool:

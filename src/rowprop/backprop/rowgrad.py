@@ -138,8 +138,11 @@ class RowGrad(Tensor):
         cls, func: Op, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if native.extension is not None and native.extension.wanted(_number(func)):
-            return _recorded(func, args, kwargs)
+        if native.extension is not None:
+            watch.note_python(op_name(func), native.extension.why)
+            call = native.extension.wanted(_number(func))
+            if call is not None:
+                return _recorded(call, func, args, kwargs)
         return cls.ruled(func, args, kwargs)
 
     @classmethod
@@ -419,10 +422,10 @@ def _op(name: str, overload: str) -> Any:
     return getattr(getattr(torch.ops.aten, name.removeprefix("aten::")), overload or "default")
 
 
-def _recorded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _recorded(call: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an op's rule, and give the extension the recipe."""
     name, writes, views, _, _ = _traits(func)
-    at_work = Recorder(func, args, kwargs, _sliced)
+    at_work = Recorder(call, func, args, kwargs, _sliced)
     at_work.why = at_work.why or ("it writes to its operand" if writes else None if func in RULES else NO_RULE)
     if func is _AS_STRIDED:
         at_work.why = "its strides are those of the memory below"

@@ -157,13 +157,15 @@ class RowSet:
     @property
     def hook(self) -> Hook | None:
         """Asked about these rows."""
+        if self._hook is not None:
+            reads("a hook of the rows")
         return self._hook
 
     @hook.setter
     def hook(self, hook: Hook | None) -> None:
         self._hook = hook
-        if hook is not None and self._native is not None:
-            self._native.hook()
+        if self._native is not None:
+            self._native.hook(hook is not None)
 
     def mark(self, on: bool) -> None:
         """Set :attr:`copying`."""
@@ -174,19 +176,19 @@ class RowSet:
     @property
     def native(self) -> Any:
         """What the extension holds of these rows; None for rows whose gradients stay in Python."""
-        if self.hook is not None or self.absent is not None or self.recompute is not None or self.attention == "cut":
-            return None
-        return self._known
+        return None if self.absent is not None or self.recompute is not None else self._known
 
     @property
     def _known(self) -> Any:
         if self._native is None and type(self.index) is Tensor:
             if self.index.device.type != ("cpu" if self.streams is None else "cuda"):
                 return None
-            policy = (None, "rows", "exact").index(self.batchnorm)
-            traits = (self.num_rows * 2 + self.unique) * 3 + policy
+            policies = (None, "rows", "exact").index(self.batchnorm), self.attention == "cut"
+            others = [0 if rows is None else rows.num_rows for rows in (self.origin, self.whole and self.whole[0])]
+            traits = [self.num_rows, self.unique, *policies, *others]
             origin = None if self.origin is None else self.origin._known
             self._native = native.extension.Rows(self.index, traits, origin)
+            self._native.hook(self._hook is not None)
         return self._native
 
     @property

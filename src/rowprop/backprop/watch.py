@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,6 +33,7 @@ class Report:
             that were not kept took no gradient: an approximation, see :func:`rowprop.pick`.
         waited: For each number that only the device knew, how often the host waited for it. Empty on the CPU.
         dispatch: What ran the ops, ``"native"`` or ``"Python"``, see ``rowprop native``; set when the block ends.
+        python: Where native dispatch is in use: for each op that Python ran, and the reason, the number of calls.
     """
 
     sliced: dict[str, int] = field(default_factory=dict[str, int])
@@ -40,6 +41,7 @@ class Report:
     cut: dict[str, int] = field(default_factory=dict[str, int])
     waited: dict[str, int] = field(default_factory=dict[str, int])
     dispatch: str = ""
+    python: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
 
     def note_densified(self, name: str, reason: str) -> None:
         """Count an op at which a gradient went back to all rows."""
@@ -56,6 +58,9 @@ class Report:
             lines.append(f"densified: {name} x{entry.count}: {entry.reason}")
         lines += [f"cut: {name} x{count}: keys and values of tokens not kept" for name, count in self.cut.items()]
         lines += [f"waited for {what} x{count}" for what, count in self.waited.items()]
+        for why in dict.fromkeys(why for _, why in self.python):
+            ops = [f"{name} x{count}" for (name, reason), count in self.python.items() if reason == why]
+            lines.append(f"in Python: {', '.join(ops)}: {why}")
         return "\n".join(lines)
 
 
@@ -104,6 +109,13 @@ def note(table: Literal["sliced", "cut", "waited"], name: str) -> None:
     for report in _reports:
         counts: dict[str, int] = getattr(report, table)
         counts[name] = counts.get(name, 0) + 1
+
+
+def note_python(name: str, why: Callable[[], str]) -> None:
+    """Tell every open report that Python ran an op although native dispatch is in use."""
+    for report in _reports:
+        key = name, why()
+        report.python[key] = report.python.get(key, 0) + 1
 
 
 def note_densified(name: str, reason: str) -> None:

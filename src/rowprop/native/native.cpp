@@ -8,6 +8,10 @@
 // A recipe may be used for a call whose key is equal. The key holds the op, all arguments that are no tensors, and of
 // each tensor its dtype, device, sizes and strides, whether it is the same as an earlier one, and, if it is sliced, the
 // layout and the traits of its rows. recorder.py bars what depends on more.
+//
+// The number of kept rows is not in the key. A recipe serves all numbers between the lowest and the highest that it was
+// recorded at: what it does was equal at both, but for numbers that are a multiple of the kept rows. A rule can do
+// something else in between only where the kept rows are as many as something else: such a call has it in its key.
 #include <torch/csrc/utils/pybind.h>
 #include <ATen/ATen.h>
 
@@ -19,9 +23,11 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -58,9 +64,10 @@ int64_t stream_of(const c10::Device& device) {
 // a layer is the input of the next.
 struct Rows {
   Tensor index;
-  int64_t traits = 0;  // equal for rows for which every rule does the same with equal shapes
+  int64_t kept = 0;
+  Ints traits;  // equal for rows for which every rule does the same with equal shapes
   std::shared_ptr<std::atomic<bool>> marked;  // shared by all rows of one origin; see RowSet.copying
-  std::atomic<bool> hooked{false};            // whether a hook looks at these rows since gradients of them were made
+  std::atomic<bool> hooked{false};            // whether a hook looks at these rows
   std::mutex lock;
   struct Gathered {
     Tensor source, result;
@@ -203,9 +210,9 @@ void name_in_python(const Tensor& t) {
 // --- recipes -------------------------------------------------------------------------------------------------------
 
 struct Arg {
-  enum Kind { constant, one, list } kind = constant;
+  enum Kind { constant, one, list, kept } kind = constant;
   IValue value;
-  Ints at;  // registers; -1 is an undefined tensor
+  Ints at;  // registers; -1 is an undefined tensor. Of `kept`: of each number the factor of the kept rows, 0 for none
 };
 
 // One step: an op; or a gather of the register `source`, made by the steps `inner`; or something derived from the rows.
@@ -227,7 +234,10 @@ struct Out {
 
 struct Recipe {
   bool usable = false, views = false, list = false;
-  std::string name;
+  bool apart = false;  // each number of kept rows has a recipe of its own
+  int64_t low = 0, high = 0;  // numbers of kept rows that it was recorded at
+  std::shared_ptr<py::object> recording;  // what it was made of, for a recording at another number
+  std::string name, why;  // of the op; why Python runs it if it is not usable
   int64_t registers = 0;
   std::vector<bool> tensors;  // for each argument, whether it is a tensor or a list of them
   std::vector<Step> steps;
@@ -249,7 +259,12 @@ using Table = std::unordered_map<Key, std::shared_ptr<Recipe>, Hash>;
 constexpr size_t LIMIT = 8192;  // recipes; the table is emptied when it is full
 Table recipes;  // null: a call was seen once
 std::mutex guard;  // never held while the GIL is waited for
-thread_local std::optional<Key> pending;  // of the call that Python is to record
+struct Pending {
+  Key key;
+  int64_t kept;
+};
+thread_local std::optional<Pending> pending;  // the call that Python is to record
+thread_local std::string why;                 // Python runs the call
 std::atomic<int64_t> hits{0}, misses{0};
 
 enum Tag : int64_t { none, integer, boolean, real, integers, booleans, reals, device, text, tensors, undefined, sliced, plain, again };
@@ -265,9 +280,26 @@ void add_ints(Key& key, at::IntArrayRef v) {
   key.append(v.begin(), v.end());
 }
 
+// Whether the values' sizes follow from those of the gradient: then the key does without them.
+bool kept_sizes(const RowImpl& r, at::IntArrayRef sizes) {
+  const Ints& l = *r.layout;
+  const int64_t dim = l[0], kept = r.held->rows->kept;
+  c10::SmallVector<int64_t, 5> expected(sizes.begin(), sizes.end());
+  int64_t major = l[1];
+  for (size_t i = 4; i < l.size(); i += 4) {
+    expected[l[i]] /= l[i + 1];
+    major /= l[i + 1];
+  }
+  expected[dim] = expected[dim] / major * kept;
+  return r.values.sizes() == at::IntArrayRef(expected);
+}
+
 struct Call {
   Key key;
   RowImpl* first = nullptr;
+  bool own = false;  // whether the number of kept rows is part of the key
+  c10::SmallVector<int64_t, 32> sizes;  // that a rule may compare
+  c10::SmallVector<int64_t, 4> rows;    // with these: the number of kept rows, and the sizes of dimensions with rows
   c10::SmallVector<c10::TensorImpl*, 8> met;  // the tensors so far, a gradient's values in its place
 
   bool add(const Tensor& t) {
@@ -278,21 +310,25 @@ struct Call {
     auto* r = row(t);
     const Tensor& held = r ? r->values : t;
     if (r) {
-      if (!r->live || (first && first->held->rows != r->held->rows) || r->stream != stream_of(t.device())) return false;
+      if (!r->live) return no("the gradient was handed to Python");
+      if (first && first->held->rows != r->held->rows) return no("gradients of different rows meet");
+      if (r->stream != stream_of(t.device())) return no("the gradient was made on another stream");
       if (!first) {
         first = r;
-        key.push_back(r->held->rows->traits);
-        key.push_back(r->held->rows->index.numel());
+        add_ints(key, r->held->rows->traits);
+        key.push_back(r->held->rows->hooked);
       }
       key.push_back(Tag::sliced);
       add_ints(key, *r->layout);
       add_ints(key, t.sizes());
+      sizes.append(r->layout->begin(), r->layout->end());
     }
     auto* impl = held.unsafeGetTensorImpl();
     if (typeid(*impl) != typeid(c10::TensorImpl) || impl->key_set().has_any(lazy) || impl->key_set().has(DispatchKey::Python) ||
         held.layout() != at::kStrided) {
-      return false;
+      return no("an operand is a tensor of another kind");
     }
+    sizes.append(t.sizes().begin(), t.sizes().end());
     for (size_t i = 0; i < met.size(); i++) {
       if (met[i] == impl) {
         key.push_back(Tag::again);
@@ -303,11 +339,19 @@ struct Call {
     key.push_back(Tag::plain);
     key.push_back(static_cast<int64_t>(held.scalar_type()));
     key.push_back(static_cast<int64_t>(held.device().type()) * 256 + held.device().index());
-    add_ints(key, held.sizes());
-    add_ints(key, held.strides());
+    if (r && kept_sizes(*r, t.sizes())) {
+      // The strides of dimensions that lie outside of the rows are multiples of the number of kept rows, as a rule.
+      const int64_t kept = r->held->rows->kept, dim = r->layout->front(), within = held.stride(dim);
+      for (auto s : held.strides()) key.push_back(s > within && s % kept == 0 ? -(s / kept) : s);
+      rows.push_back(held.size(dim));
+    } else {
+      own |= r != nullptr;
+      add_ints(key, held.sizes());
+      add_ints(key, held.strides());
+    }
     key.push_back(held.storage_offset() % 8);  // kernels ask whether an address is aligned
     if (impl->is_wrapped_number()) {
-      if (held.is_complex()) return false;
+      if (held.is_complex()) return no("a number is complex");
       key.push_back(held.is_floating_point() ? bits(held.item<double>()) : held.item<int64_t>());
     } else {
       key.push_back(Tag::none);
@@ -318,7 +362,10 @@ struct Call {
   bool add(const IValue& v) {
     if (v.isTensor()) return add(v.toTensor());
     if (v.isNone()) return put(Tag::none, 0);
-    if (v.isInt()) return put(Tag::integer, v.toInt());
+    if (v.isInt()) {
+      sizes.push_back(v.toInt());
+      return put(Tag::integer, v.toInt());
+    }
     if (v.isBool()) return put(Tag::boolean, v.toBool());
     if (v.isDouble()) return put(Tag::real, bits(v.toDouble()));
     if (v.isDevice()) return put(Tag::device, static_cast<int64_t>(v.toDevice().type()) * 256 + v.toDevice().index());
@@ -329,8 +376,10 @@ struct Call {
       return true;
     }
     if (v.isIntList()) {
+      const auto l = v.toIntVector();
       key.push_back(Tag::integers);
-      add_ints(key, v.toIntVector());
+      add_ints(key, l);
+      sizes.append(l.begin(), l.end());
       return true;
     }
     if (v.isBoolList()) {
@@ -349,10 +398,16 @@ struct Call {
       auto l = v.toListRef();
       put(Tag::tensors, static_cast<int64_t>(l.size()));
       for (auto& each : l) {
-        if (!(each.isTensor() || each.isNone()) || !add(each)) return false;
+        if (!(each.isTensor() || each.isNone())) return no("a list holds more than tensors");
+        if (!add(each)) return false;
       }
       return true;
     }
+    return no("an argument is of another kind");
+  }
+
+  bool no(const char* reason) {
+    why = reason;
     return false;
   }
 
@@ -361,9 +416,48 @@ struct Call {
     key.push_back(value);
     return true;
   }
+
+  int64_t kept() const { return first->held->rows->kept; }
+
+  // Once all arguments are added.
+  void end() {
+    rows.push_back(kept());
+    for (auto n : rows) own |= std::find(sizes.begin(), sizes.end(), n) != sizes.end();
+    key.push_back(own ? kept() : 0);
+  }
 };
 
+// The recipe of a call; null: Python runs it. Python is to record it where `pending` is set.
+std::shared_ptr<Recipe> find(Call& call) {
+  Table old;
+  std::lock_guard<std::mutex> held(guard);
+  auto found = recipes.find(call.key);
+  if (found != recipes.end() && found->second && found->second->apart) {
+    call.key.back() = call.kept();
+    found = recipes.find(call.key);
+  }
+  why = "the first calls of a shape are recorded";
+  if (found == recipes.end()) {
+    if (recipes.size() >= LIMIT) std::swap(old, recipes);
+    recipes.emplace(std::move(call.key), nullptr);
+    return nullptr;
+  }
+  auto recipe = found->second;
+  if (recipe && recipe->low <= call.kept() && call.kept() <= recipe->high) {
+    why = recipe->why;
+    return recipe->usable ? recipe : nullptr;
+  }
+  pending = {std::move(call.key), call.kept()};
+  return nullptr;
+}
+
 // --- replay --------------------------------------------------------------------------------------------------------
+
+Tensor number(const c10::Scalar& value) {  // as a tensor, where an op takes one
+  Tensor t = at::scalar_to_tensor(value);
+  t.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return t;
+}
 
 struct Run {
   const std::shared_ptr<Held>& held;
@@ -381,6 +475,14 @@ struct Run {
     for (auto& a : s.args) {
       if (a.kind == Arg::constant) {
         stack.push_back(a.value);
+      } else if (a.kind == Arg::kept && a.value.isInt()) {
+        stack.emplace_back(a.at[0] * held->rows->kept);
+      } else if (a.kind == Arg::kept && a.value.isNone()) {
+        stack.emplace_back(number(a.at[0] * held->rows->kept));
+      } else if (a.kind == Arg::kept) {
+        auto l = a.value.toIntVector();
+        for (size_t i = 0; i < l.size(); i++) l[i] = a.at[i] ? a.at[i] * held->rows->kept : l[i];
+        stack.emplace_back(std::move(l));
       } else if (a.kind == Arg::one) {
         stack.emplace_back(at(a.at[0]));
       } else {
@@ -483,43 +585,39 @@ bool bare() {  // whether nothing beside autograd's backward takes part in this 
       !tls.included_.has(DispatchKey::Functionalize) && !tls.excluded_.has(DispatchKey::Python);
 }
 
+bool ends_at_a_leaf() {  // as backward.py has it
+  const auto node = torch::autograd::get_current_node();
+  if (!node || node->num_outputs() == 0 || !node->next_edge(0).function) return true;
+  return dynamic_cast<torch::autograd::AccumulateGrad*>(node->next_edge(0).function.get()) != nullptr;
+}
+
+// The recipe that this call is replayed by; null: Python runs it.
+std::shared_ptr<Recipe> recipe_of(Call& call, const OperatorHandle& op, at::ArrayRef<IValue> args) {
+  pending.reset();
+  call.key.push_back(reinterpret_cast<int64_t>(&op.schema()));
+  call.key.push_back(ends_at_a_leaf());
+  if (!bare()) return call.no("a dispatch mode, autocast or a forward takes part"), nullptr;
+  for (auto& a : args) {
+    if (!call.add(a)) return nullptr;
+  }
+  if (!call.first) return call.no("the gradient is one of zeros, or some of its rows are none of the batch"), nullptr;
+  if (*call.first->held->rows->marked) return call.no("autograd undoes a write to a part of a tensor"), nullptr;
+  call.end();
+  return find(call);
+}
+
 void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  if (enabled && bare()) {
-    pending.reset();
+  if (enabled) {
     const size_t n = op.schema().arguments().size();
     Call call;
-    call.key.push_back(reinterpret_cast<int64_t>(&op.schema()));
-    bool known = true;
-    for (auto& a : torch::jit::last(*stack, n)) {
-      if (!call.add(a)) {
-        known = false;
-        break;
+    if (const auto recipe = recipe_of(call, op, torch::jit::last(*stack, n))) {
+      hits++;
+      if (PyList_GET_SIZE(reports)) {
+        py::gil_scoped_acquire gil;
+        py::reinterpret_borrow<py::object>(note)("sliced", recipe->name);
       }
-    }
-    if (known && call.first && !*call.first->held->rows->marked && !call.first->held->rows->hooked) {
-      std::shared_ptr<Recipe> recipe;
-      Table old;
-      {
-        std::lock_guard<std::mutex> held(guard);
-        auto found = recipes.find(call.key);
-        if (found == recipes.end()) {
-          if (recipes.size() >= LIMIT) std::swap(old, recipes);
-          recipes.emplace(std::move(call.key), nullptr);
-        } else if (!found->second) {
-          pending = std::move(call.key);
-        } else {
-          recipe = found->second;
-        }
-      }
-      if (recipe && recipe->usable) {
-        hits++;
-        if (PyList_GET_SIZE(reports)) {
-          py::gil_scoped_acquire gil;
-          py::reinterpret_borrow<py::object>(note)("sliced", recipe->name);
-        }
-        const auto held = call.first->held;
-        return replay(*recipe, op, n, stack, held);
-      }
+      const auto held = call.first->held;
+      return replay(*recipe, op, n, stack, held);
     }
     misses++;
   }
@@ -531,6 +629,33 @@ void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
 
 Layout layout_from(const py::handle& numbers) {
   return std::make_shared<const Ints>(numbers.cast<Ints>());
+}
+
+// A Python object that the last of its holders lets go with the GIL.
+std::shared_ptr<py::object> shared(py::object object) {
+  return std::shared_ptr<py::object>(new py::object(std::move(object)), [](py::object* held) {
+    if (!Py_IsInitialized()) return;
+    py::gil_scoped_acquire gil;
+    delete held;
+  });
+}
+
+// Of a number, or of each in a list: the factor if it is a multiple of the kept rows, else 0. Empty if none is.
+Ints factors_of(const py::object& value) {
+  const bool many = py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value);
+  Ints factors;
+  for (auto each : many ? value : py::make_tuple(value)) {
+    factors.push_back(py::hasattr(each, "factor") ? each.attr("factor").cast<int64_t>() : 0);
+  }
+  return std::all_of(factors.begin(), factors.end(), [](int64_t f) { return f == 0; }) ? Ints() : factors;
+}
+
+// The others of these numbers, and 0 in the place of multiples; a number by itself is a multiple.
+IValue numbers_of(const py::object& value) {
+  if (py::hasattr(value, "factor")) return IValue(static_cast<int64_t>(0));
+  Ints numbers;
+  for (auto each : value) numbers.push_back(py::hasattr(each, "factor") ? 0 : each.cast<int64_t>());
+  return IValue(std::move(numbers));
 }
 
 // A step is (name, overload, arguments, results), (None, source, layout, inner, result) for a gather, or
@@ -546,10 +671,7 @@ Step step_from(const py::tuple& t) {
     return s;
   }
   if (t[0].cast<std::string>().empty()) {
-    s.which = std::shared_ptr<py::object>(new py::object(t[1]), [](py::object* held) {
-      py::gil_scoped_acquire gil;
-      delete held;
-    });
+    s.which = shared(t[1]);
     s.outs = {t[2].cast<int64_t>()};
     return s;
   }
@@ -571,10 +693,12 @@ Step step_from(const py::tuple& t) {
     } else if (kind == "default") {
       TORCH_CHECK(about.default_value(), "an argument without a default");
       arg.value = *about.default_value();
+    } else if (auto factors = factors_of(given[i][1]); !factors.empty()) {
+      arg.kind = Arg::kept;
+      arg.at = std::move(factors);
+      if (about.type()->kind() != c10::TypeKind::TensorType) arg.value = numbers_of(given[i][1]);
     } else if (about.type()->kind() == c10::TypeKind::TensorType && !given[i][1].is_none()) {  // a number
-      Tensor number = at::scalar_to_tensor(torch::jit::toIValue(given[i][1], c10::NumberType::get()).toScalar());
-      number.unsafeGetTensorImpl()->set_wrapped_number(true);
-      arg.value = number;
+      arg.value = number(torch::jit::toIValue(given[i][1], c10::NumberType::get()).toScalar());
     } else {
       arg.value = torch::jit::toIValue(given[i][1], about.type());
     }
@@ -584,26 +708,46 @@ Step step_from(const py::tuple& t) {
   return s;
 }
 
-void put(const py::object& steps, int64_t registers, const py::list& outs, bool list, bool views, const std::string& name,
-         const std::vector<bool>& tensors) {
+// None, or the number of kept rows of the pending call, and what was recorded of it before: None, or the lowest and the
+// highest number of kept rows, and the recording, None for a rule that cannot be recorded.
+py::object wanted(int64_t op) {
+  if (!pending || pending->key[0] != op) return py::none();
+  std::shared_ptr<Recipe> r;
+  {
+    std::lock_guard<std::mutex> held(guard);
+    auto found = recipes.find(pending->key);
+    if (found != recipes.end()) r = found->second;
+  }
+  if (!r) return py::make_tuple(pending->kept, py::none());
+  return py::make_tuple(pending->kept, py::make_tuple(r->low, r->high, r->recording ? *r->recording : py::object(py::none())));
+}
+
+// The recipe of the pending call, from `low` to `high` kept rows. Without a recording Python runs the call.
+void put(const py::object& recording, int64_t low, int64_t high, bool apart, const std::string& reason) {
   if (!pending) return;
   auto r = std::make_shared<Recipe>();
-  if (!steps.is_none()) {
-    r->usable = true;
-    r->views = views;
-    r->list = list;
-    r->name = name;
-    r->registers = registers;
-    r->tensors = tensors;
-    for (auto each : steps) r->steps.push_back(step_from(each.cast<py::tuple>()));
-    for (auto each : outs) {
-      auto t = each.cast<py::tuple>();
-      r->outs.push_back({t[0].cast<int64_t>(), t[1].is_none() ? nullptr : layout_from(t[1]), t[2].cast<Ints>()});
+  r->low = low;
+  r->high = high;
+  r->apart = apart;
+  r->why = reason;
+  if (!recording.is_none()) {
+    auto t = recording.cast<py::tuple>();
+    for (auto each : t[0]) r->steps.push_back(step_from(each.cast<py::tuple>()));
+    r->registers = t[1].cast<int64_t>();
+    for (auto each : t[2]) {
+      auto o = each.cast<py::tuple>();
+      r->outs.push_back({o[0].cast<int64_t>(), o[1].is_none() ? nullptr : layout_from(o[1]), o[2].cast<Ints>()});
     }
+    r->list = t[3].cast<bool>();
+    r->views = t[4].cast<bool>();
+    r->name = t[5].cast<std::string>();
+    r->tensors = t[6].cast<std::vector<bool>>();
+    r->recording = shared(recording);
+    r->usable = true;
   }
   {
     std::lock_guard<std::mutex> held(guard);
-    std::swap(recipes[*pending], r);
+    std::swap(recipes[pending->key], r);
   }
   pending.reset();
 }
@@ -614,14 +758,15 @@ std::vector<std::unique_ptr<torch::Library>> libraries;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Rows, std::shared_ptr<Rows>>(m, "Rows")
-      .def(py::init([](Tensor index, int64_t traits, const std::shared_ptr<Rows>& origin) {
+      .def(py::init([](Tensor index, Ints traits, const std::shared_ptr<Rows>& origin) {
              auto r = std::make_shared<Rows>();
              r->marked = origin ? origin->marked : std::make_shared<std::atomic<bool>>(false);
+             r->kept = index.numel();
              r->index = std::move(index);
-             r->traits = traits;
+             r->traits = std::move(traits);
              return r;
            }), py::arg("index"), py::arg("traits"), py::arg("origin").none(true))
-      .def("hook", [](Rows& r) { r.hooked = true; })
+      .def("hook", [](Rows& r, bool on) { r.hooked = on; })
       .def("mark", [](Rows& r, bool on) { *r.marked = on; })
       .def("remembered", [](Rows& r, const Tensor& source, const Ints& layout) -> std::optional<Tensor> {
              auto found = remembered(r, source, std::make_shared<const Ints>(layout));
@@ -672,7 +817,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       r->values = Tensor();
     }
   });
-  m.def("wanted", [](int64_t op) { return pending && (*pending)[0] == op; });
+  m.def("wanted", &wanted);
+  m.def("why", [] { return why; });
   m.def("number", [](const std::string& name, const std::string& overload) -> int64_t {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
     return op ? reinterpret_cast<int64_t>(&op->schema()) : 0;

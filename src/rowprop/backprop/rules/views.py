@@ -355,7 +355,7 @@ def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
             return Densify("gradients sliced over different batches meet")
         tensors = united[0][0]
         g = next(x for x in tensors if type(x) is RowSlice)
-    parts = _of_matrix_exp(g, tensors) or _same_rows(g, tensors)
+    parts = _same_rows(g, tensors) or _of_matrix_exp(g, tensors)
     if parts is None:
         return Densify("a dense gradient is joined to a sliced one")
     return g.like(op(parts, dim))
