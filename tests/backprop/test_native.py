@@ -301,14 +301,15 @@ def test_numbers_and_texts_among_the_arguments_are_part_of_the_key():
 
 @dispatched
 def test_a_process_that_recorded_something_ends_well():
-    # Red where a recipe lets go of a Python object after Python has ended.
+    # Red where a recipe lets go of a Python object after Python has ended, and where recording imports dynamo.
     code = """
-import torch, rowprop
+import sys, torch, rowprop
 layer, x = torch.nn.Linear(4, 4), torch.randn(6, 5, 4)
 for _ in range(4):
     rowprop.pick(layer(x).square().sum(2), torch.eye(6, 5) > 0).sum().backward()
 from rowprop import native
 assert native.extension.counts()[0] > 0
+assert "torch._dynamo" not in sys.modules
 """
     environment = {**os.environ, "ROWPROP_NATIVE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -491,6 +492,7 @@ for _ in range(4):
     for each in losses, model(x).square().sum(1):  # also of a graph that is older than the extension
         assert all(map(torch.equal, gradients(each), wanted))
 assert native.extension.counts()[0] > 0
+assert "torch._dynamo" not in sys.modules
 """
 
 

@@ -92,6 +92,11 @@ class Recorder(TorchDispatchMode):
                 self.why = "an operand is the index of the rows"
             self._know(self.rows.index, 0)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing torch._dynamo at the first op, which takes two seconds."""
+        return False
+
     def __enter__(self) -> Any:
         _thread.recorder = self
         return super().__enter__()
