@@ -28,7 +28,7 @@ from rowprop import native
 
 WAYS = ("plain", "few", "Python", "native")
 WARMUP = 5
-BACKWARD = "*PythonEngine::execute*"
+BACKWARD = "*PythonEngine::execute(*"
 """The function of torch within which instructions are counted."""
 
 
