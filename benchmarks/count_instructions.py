@@ -24,7 +24,7 @@ import torch
 import rowprop
 from bench_overhead import WORKLOADS
 from bench_step import RESULTS, draw, row_losses, save, setting
-from rowprop import native
+from rowprop.native import building
 
 WAYS = ("plain", "few", "Python", "native")
 WARMUP = 5
@@ -74,9 +74,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default %(default)s)")
     args = parser.parse_args()
     if args.only:
-        backwards(*args.only, args.backwards)
-    if native.find()[0] is None:
-        sys.exit(f"What dispatches is {native.find()[1]}; `rowprop native` compiles the native one.")
+        workload, way = args.only
+        backwards(workload, way, args.backwards)
+    if building.find()[0] is None:
+        sys.exit(f"What dispatches is {building.find()[1]}; `rowprop native` compiles the native one.")
     result: dict[str, Any] = {
         "command": " ".join(["python benchmarks/count_instructions.py", *sys.argv[1:]]),
         "setting": setting(torch.device("cpu"), 1, dtype="float32"),
