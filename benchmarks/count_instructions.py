@@ -47,8 +47,6 @@ def backwards(workload: str, way: str, count: int) -> None:
         if number == WARMUP:
             subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
         loss.backward()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def counted(workload: str, way: str, count: int) -> float:
@@ -75,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.only:
         workload, way = args.only
-        backwards(workload, way, args.backwards)
+        return backwards(workload, way, args.backwards)
     if building.find()[0] is None:
         sys.exit(f"What dispatches is {building.find()[1]}; `rowprop native` compiles the native one.")
     result: dict[str, Any] = {

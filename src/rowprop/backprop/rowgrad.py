@@ -139,7 +139,8 @@ class RowGrad(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if native.extension is not None:
-            watch.note_python(op_name(func), native.extension.why)
+            if watch.watched():
+                note("python", (op_name(func), native.extension.why()))
             call = native.extension.wanted(_number(func))
             if call is not None:
                 return _recorded(call, func, args, kwargs)

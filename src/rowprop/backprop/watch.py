@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rowprop import native
 from rowprop.backprop.backward import outer
@@ -102,20 +102,13 @@ def recording(report: Report) -> Generator[None]:
         report.dispatch = "Python" if native.extension is None else "native"
 
 
-def note(table: Literal["sliced", "cut", "waited"], name: str) -> None:
-    """Count ``name`` in one of the tables of every open report."""
-    if table != "sliced":
+def note(table: Literal["sliced", "cut", "waited", "python"], name: str | tuple[str, str]) -> None:
+    """Count ``name``, or an op with a reason, in one of the tables of every open report."""
+    if table in ("cut", "waited"):
         reads("it has something to report")
     for report in _reports:
-        counts: dict[str, int] = getattr(report, table)
+        counts: dict[Any, int] = getattr(report, table)
         counts[name] = counts.get(name, 0) + 1
-
-
-def note_python(name: str, why: Callable[[], str]) -> None:
-    """Tell every open report that Python ran an op although native dispatch is in use."""
-    for report in _reports:
-        key = name, why()
-        report.python[key] = report.python.get(key, 0) + 1
 
 
 def note_densified(name: str, reason: str) -> None:

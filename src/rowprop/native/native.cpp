@@ -233,11 +233,11 @@ struct Out {
 };
 
 struct Recipe {
-  bool usable = false, views = false, list = false;
+  bool views = false, list = false;
   bool apart = false;  // each number of kept rows has a recipe of its own
   int64_t low = 0, high = 0;  // numbers of kept rows that it was recorded at
-  std::shared_ptr<py::object> recording;  // what it was made of, for a recording at another number
-  std::string name, why;  // of the op; why Python runs it if it is not usable
+  std::shared_ptr<py::object> recording;  // what it was made of, for a recording at another number; null: Python runs it
+  std::string name, why;  // of the op; why Python runs it
   int64_t registers = 0;
   std::vector<bool> tensors;  // for each argument, whether it is a tensor or a list of them
   std::vector<Step> steps;
@@ -264,7 +264,8 @@ struct Pending {
   int64_t kept;
 };
 thread_local std::optional<Pending> pending;  // the call that Python is to record
-thread_local std::string why;                 // Python runs the call
+thread_local std::string why;                 // the reason why Python runs the call
+constexpr const char* SEEN = "the first calls of a shape are recorded";
 std::atomic<int64_t> hits{0}, misses{0};
 
 enum Tag : int64_t { none, integer, boolean, real, integers, booleans, reals, device, text, tensors, undefined, sliced, plain, again };
@@ -340,7 +341,7 @@ struct Call {
     key.push_back(static_cast<int64_t>(held.scalar_type()));
     key.push_back(static_cast<int64_t>(held.device().type()) * 256 + held.device().index());
     if (r && kept_sizes(*r, t.sizes())) {
-      // The strides of dimensions that lie outside of the rows are multiples of the number of kept rows, as a rule.
+      // Strides of dimensions outside of the rows are usually multiples of the number of kept rows: a minus marks these.
       const int64_t kept = r->held->rows->kept, dim = r->layout->front(), within = held.stride(dim);
       for (auto s : held.strides()) key.push_back(s > within && s % kept == 0 ? -(s / kept) : s);
       rows.push_back(held.size(dim));
@@ -436,17 +437,19 @@ std::shared_ptr<Recipe> find(Call& call) {
     call.key.back() = call.kept();
     found = recipes.find(call.key);
   }
-  why = "the first calls of a shape are recorded";
   if (found == recipes.end()) {
+    why = SEEN;
     if (recipes.size() >= LIMIT) std::swap(old, recipes);
     recipes.emplace(std::move(call.key), nullptr);
     return nullptr;
   }
   auto recipe = found->second;
   if (recipe && recipe->low <= call.kept() && call.kept() <= recipe->high) {
+    if (recipe->recording) return recipe;
     why = recipe->why;
-    return recipe->usable ? recipe : nullptr;
+    return nullptr;
   }
+  why = SEEN;
   pending = {std::move(call.key), call.kept()};
   return nullptr;
 }
@@ -594,9 +597,9 @@ bool ends_at_a_leaf() {  // as backward.py has it
 // The recipe that this call is replayed by; null: Python runs it.
 std::shared_ptr<Recipe> recipe_of(Call& call, const OperatorHandle& op, at::ArrayRef<IValue> args) {
   pending.reset();
+  if (!bare()) return call.no("a dispatch mode, autocast or a forward takes part"), nullptr;
   call.key.push_back(reinterpret_cast<int64_t>(&op.schema()));
   call.key.push_back(ends_at_a_leaf());
-  if (!bare()) return call.no("a dispatch mode, autocast or a forward takes part"), nullptr;
   for (auto& a : args) {
     if (!call.add(a)) return nullptr;
   }
@@ -743,7 +746,6 @@ void put(const py::object& recording, int64_t low, int64_t high, bool apart, con
     r->name = t[5].cast<std::string>();
     r->tensors = t[6].cast<std::vector<bool>>();
     r->recording = shared(recording);
-    r->usable = true;
   }
   {
     std::lock_guard<std::mutex> held(guard);
