@@ -289,6 +289,22 @@ def test_a_hook_of_the_rows_is_asked_though_it_came_after_the_gradient():
 
 
 @dispatched
+def test_a_table_that_is_computed_stays_sliced_though_one_that_is_a_leaf_was_recorded():
+    # Red if the key does not tell whether the gradient is that of a leaf.
+    leaf, ids = torch.randn(9, 4, requires_grad=True), torch.tensor([4, 1, 2, 0, 3, 5, 7, 6])
+
+    def backward(table: Tensor) -> dict[str, int]:
+        losses = nn.functional.embedding(ids, table).square().sum(1)
+        with rowprop.watch() as report:
+            rowprop.pick(losses, [0, 3]).sum().backward()
+        return report.sliced
+
+    for _ in range(TIMES):
+        backward(leaf)
+    assert "tanh_backward" in backward(leaf.tanh())
+
+
+@dispatched
 def test_numbers_and_texts_among_the_arguments_are_part_of_the_key():
     layout, rows = Layout(0, 8), rows_of(0, 3)
     with below_autograd():
