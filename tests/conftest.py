@@ -23,6 +23,9 @@ from rowprop.thinning.worth import Worth
 from step_cases import ENGINES
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+if not torch.cuda.is_available():
+    # torch's own function formats the stack three times, for kinds of devices that are not there.
+    torch.manual_seed = torch.default_generator.manual_seed
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 QUIET = ("--disable-quic", "--disable-component-update", "--disable-sync")
 HAS_LAYOUT = "return [...document.body.children].some(e => e.offsetHeight)"
