@@ -65,7 +65,7 @@ def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
 
     exact = gradient(model, loss())
     handle = steered(model, loss)
-    found = compared(model, loss, exact, 120)
+    found = compared(model, loss, exact, 60)
     assert handle.record.pairs < 0.8, handle.record  # pairs are drawn
     assert found.moved > 0.9 and float(found.off.abs().max()) < 5, found
     with handle.paused():
