@@ -221,7 +221,7 @@ def steps_of(text: str) -> dict[str, Step]:
 # --- writes in place --------------------------------------------------------------------------------------------------
 
 VIEWS = steps_of("""x; x.transpose(d, p.dim(x)); x.flatten(0, 1); x.select(d, 0); x[..., : max(1, w - 1)]; x[:, ::2]
-x.chunk(2, d)[0]; x.unsqueeze(d)""")
+x.chunk(2, d)[0]; x.unsqueeze(d); x[p.r.randrange(len(x))]; x[1:3]; x[1::2, ..., 0]; x.transpose(0, d)[-1]""")
 WRITES = steps_of("""
 x.mul_(2); x.zero_(); x.tanh_(); x.relu_(); x.clamp_(-0.5, 0.7); x.add_(x.detach().flip(0)); x.cumsum_(d)
 x.add_(p.any().expand_as(x), alpha=0.5); x.mul_(p.any().expand_as(x)); x.copy_(p.any().expand_as(x))

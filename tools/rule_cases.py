@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -666,6 +666,144 @@ case("in_place_buffer_shifted", (N, 4), partial(solved, write=shifted))
 case("in_place_of_swapped", (N, 3, 4), by_chunks)
 case("in_place_of_swapped_4d", (N, 2, 3, 4), by_chunks)
 case("setitem", (N, 3), with_a_column_set)
+
+
+def written(x: Tensor, at: object, value: Tensor | float) -> Tensor:
+    """Some rows are set; the others, and those that were there, are read, too."""
+    y = x * 1
+    before = y.exp()
+    y[at] = value
+    return torch.cat([y.sin(), before], 1)
+
+
+def rows_changed(x: Tensor) -> Tensor:
+    y = x * 1
+    y[1].mul_(w43[:, 0])
+    y[:, 1:].unflatten(1, (1, -1))[2:5, 0].mul_(x[:3, 1:])
+    y.masked_fill_(y.detach() > 0.9, 0)[::3].masked_fill_(x[::3] > 0, 0)
+    y.t()[1:3, 4].pow_(2)
+    y[1:5] = y[2:6].clone()
+    return y[1:2].mul_(3)._base
+
+
+def in_groups(x: Tensor) -> Tensor:
+    y = x * 1
+    y.unflatten(0, (2, -1))[:, 1:].mul_(w43[:, 0])
+    return y
+
+
+def in_diagonal(x: Tensor) -> Tensor:
+    y = x * 1
+    y.diagonal().exp_()
+    return y
+
+
+def time_and_rows(x: Tensor, flat: slice = slice(N + 1, N + 4)) -> Tensor:
+    states = torch.zeros(4, *x.shape).to(x)
+    for t in range(4):
+        states[t] = x = (x @ w43).tanh() @ l2
+        states[t, t] = 0
+        states[t, 2:5, 1:] = x[1:4, 1:].exp()
+    states[1:, ::2].mul_(x[::2])
+    states.flatten(0, 1)[flat].mul_(2)
+    return states.transpose(0, 1)
+
+
+def at_all_times(x: Tensor) -> Tensor:
+    states = torch.stack([x, x.sin(), x.exp()])
+    states[:, 1] = 0
+    states[:, 2:5, ..., 1:] = x[1:4, ..., 1:].exp()
+    states[:, 3:] *= x[3:]
+    states[1, 4] *= w43[:, 0]
+    states[:, ::2].mul_(x[::2])
+    return states.transpose(0, 1)
+
+
+def taken_out(x: Tensor) -> Tensor:
+    """Rows that are set to rows of another tensor."""
+    y = x * 1
+    y[3] = x.exp()[3]
+    y[4] = x.sin()[1]
+    y[1:3] = x.cos()[:2]
+    return y
+
+
+def as_it_lies(x: Tensor) -> Tensor:
+    """Rows of a tensor whose last two dimensions are swapped in memory."""
+    y = torch.zeros_like(x.mT.contiguous().mT)
+    y[:] = x
+    y[1] = 0
+    y[3:, :, 1:].mul_(x[3:, :, 1:])
+    return y
+
+
+def complex_rows(x: Tensor) -> Tensor:
+    z = as_complex(x) * 1
+    z[2:5] = z[1:4].clone().conj() @ zw
+    z[1].mul_(2j)
+    return torch.view_as_real(z)
+
+
+def conjugate_row(x: Tensor) -> Tensor:
+    z = as_complex(x) * 1
+    z[1].conj().imag.mul_(2)
+    z[0].conj().mul_(zs)
+    return torch.view_as_real(z)
+
+
+def imaginary_number(x: Tensor) -> Tensor:
+    z = as_complex(x) * 1
+    z[1, 1].imag.mul_(2)
+    return torch.view_as_real(z)
+
+
+def number(part: Tensor, x: Tensor) -> None:
+    part[1] = 0
+    part[2].mul_(w43[1, 0])
+
+
+class Raised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad + 1
+
+
+def row_raised(x: Tensor) -> Tensor:
+    """A write whose gradient is not zero where that of its result is."""
+    y = x * 1
+    Raised.apply(y[3])
+    return y
+
+
+# Red when: a copy of rows is not written back, or with a row's sum in each of the places where it repeats, or over rows
+# that are not in the range; a range is taken from row 0, or with a step of 1; a diagonal, a range that ends at a later
+# time, one in each group of rows, or an empty view counts as a range of rows; the gradient that a write gives to a row
+# that is not kept is lost; a row that was selected is put back elsewhere, or its memory is not that of the rows.
+cases("""
+(N, 4) in_place_row_set: written(x, 1, 0.0); in_place_row_set_last: written(x, -1, w43[:, 0].exp())
+    in_place_row_raised: row_raised(x)
+    in_place_row_entry_set: written(x, (1, 2), 0.0); in_place_rows_set: written(x, slice(2, 5), 0.0)
+    in_place_rows_set_most: written(x, slice(1, None), (x[:5] @ w43) @ l2)
+    in_place_rows_set_all_kept: written(x, slice(1, 5, 3), 3.0)
+    in_place_rows_set_step: written(x, slice(0, None, 2), x[3:].exp())
+    in_place_rows_set_some: written(x, (slice(0, 4), slice(None, None, 3)), x[2:, :2].exp())
+    in_place_rows_added_up: in_place(lambda x: x, lambda part, x: part[1:5].cumsum_(0))(x)
+    in_place_two_rows_added_up: in_place(lambda x: x, lambda part, x: part[2:4].cumsum_(0))(x)
+    in_place_rows_changed: rows_changed(x); in_place_rows_checkpointed: checkpoint(rows_changed, x, use_reentrant=False)
+    in_place_rows_none: in_place(lambda x: x, lambda part, x: part[2:4, :0].zero_())(x)
+    in_place_rows_in_groups: in_groups(x); in_place_rows_of_times: time_and_rows(x)
+    in_place_rows_across_times: time_and_rows(x, slice(4, 8)); in_place_rows_complex: complex_rows(x)
+    in_place_conjugate_row: conjugate_row(x); in_place_rows_at_all_times: at_all_times(x)
+    in_place_imaginary_number: imaginary_number(x)
+    in_place_rows_taken_out: taken_out(x); in_place_row_number_set: in_place(lambda x: x[:, 0], number)(x)
+(N, N) in_place_rows_diagonal: in_diagonal(x)
+(N, 3, 4) in_place_rows_of_lines: time_and_rows(x); in_place_rows_swapped: as_it_lies(x)
+""")
 
 
 def spectrum(x: Tensor, write: Callable[[Tensor], object]) -> Tensor:

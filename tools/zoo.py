@@ -932,11 +932,27 @@ def solver() -> nn.Module:
     return Net(forward, slope=seq(nn.Linear(D, D), nn.Tanh()), head=nn.Linear(2 * D, C))
 
 
+def rows_written_in_place() -> nn.Module:
+    """Some rows of the batch are set, others are changed."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.into(x).tanh() * 1
+        h[3] = 0
+        h[5] = net.missing
+        h[1:5] = net.into(x[:4])
+        h[:, 2] = 0
+        h[::2].mul_(net.missing)
+        return net.head(h)
+
+    return Net(forward, into=nn.Linear(D, D), head=nn.Linear(D, C), missing=nn.Parameter(torch.randn(D)))
+
+
 sounds = {"losses": by_element(F.mse_loss), "uncounted": ("_fft_r2c",)}
 add("recurrent", lambda: (torch.randn(N, 32), torch.randn(N, 32)), source_separation, **sounds)
 add("recurrent", language(), state_space)
 add("recurrent", language(), scan)
 add("recurrent", vectors(D), solver)
+add("MLP", vectors(D), rows_written_in_place)
 
 
 def alignment(model: nn.Module, batch: Batch) -> Tensor:

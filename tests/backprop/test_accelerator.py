@@ -33,16 +33,21 @@ pytestmark = pytest.mark.skipif(not Accelerator.ready, reason="needs --as-accele
 REPEATED = [0, 2, 2, 5]
 CELLS = [f"_thnn_fused_{kind}" for kind in ("lstm_cell", "lstm_cell_backward_impl", "gru_cell", "gru_cell_backward")]
 # The CPU undoes the write by as_strided, a device written in Python by the view itself.
-OTHERWISE = {name: {"slice"} for name in ("in_place_rows", "in_place_as_complex", "in_place_spectrum_some_rows")}
+OTHERWISE = {name: {"slice"} for name in ("in_place_as_complex", "in_place_spectrum_some_rows")}
+OTHERWISE |= {name: {"slice", "select"} for name in rule_cases.CASES if name.startswith("in_place_row")}
 OTHERWISE["in_place_buffer_shifted"] = {"slice"}
+OTHERWISE |= {f"in_place_{some}_added_up": {"slice", "cumsum", "copy_"} for some in ("rows", "two_rows")}
+OTHERWISE["in_place_rows_diagonal"] = {"diagonal"}
+OTHERWISE["rows_written_in_place"] = OTHERWISE["in_place_imaginary_number"] = {"select"}
 OTHERWISE["mask_entries"] = {"add"}  # the gradient that a write made dense, see packets(), meets another
 NOT_EMULATED = {
     "ctc_joined",  # its index.cpu() stays on this device
-    *["in_place_spectrum_adjoint", "in_place_spectrum_conj_imag"],  # a conjugate's memory is not that of the number
+    # A conjugate's memory is not that of the number.
+    *["in_place_spectrum_adjoint", "in_place_spectrum_conj_imag", "in_place_conjugate_row"],
     "step_sgn",  # it does not run there, with plain indexing either
     *["flow", "solver"],  # what they write in place has no graph there
     # A checkpoint's second forward, within the backward, is not on the device.
-    *["in_place_buffer_checkpointed_1d", "in_place_buffer_checkpointed_2d"],
+    *["in_place_buffer_checkpointed_1d", "in_place_buffer_checkpointed_2d", "in_place_rows_checkpointed"],
     "source_separation",  # the strides of its stft are lost
 }
 

@@ -30,10 +30,12 @@ TWO = torch.tensor([1, 4])
 # The cases that cannot stay sliced, each with the ops that densify. A case that starts or stops densifying fails.
 # Where "add.Tensor" densifies, a sum over all rows comes back to each of them.
 MIXED = """
-in_place_spectrum_some_rows in_place_spectrum_transposed in_place_spectrum_adjoint in_place_as_complex: as_strided
+in_place_spectrum_some_rows in_place_spectrum_transposed in_place_spectrum_adjoint: as_strided
 in_place_spectrum_imag_select in_place_spectrum_select_imag in_place_spectra_parts: as_strided
-in_place_spectrum_conj_imag: _neg_view
-in_place_rows in_place_buffer_shifted: as_strided; ln_over_batch: native_layer_norm_backward; put: put; roll_none: roll
+in_place_spectrum_conj_imag: _neg_view; in_place_conjugate_row: copy_; in_place_row_raised: add copy_
+in_place_buffer_shifted in_place_rows_in_groups in_place_rows_across_times in_place_rows_diagonal: as_strided
+in_place_rows_none in_place_rows_of_times in_place_rows_of_lines: as_strided; in_place_rows_added_up: cumsum copy_
+in_place_two_rows_added_up: cumsum; ln_over_batch: native_layer_norm_backward; put: put; roll_none: roll
 gn2d_over_batch_channels_last: native_group_norm_backward; max_pool_over_batch: max_pool2d_with_indices_backward
 avg_pool_over_batch avg_pool_over_lines: avg_pool2d_backward; upsample_batch: upsample_linear1d_backward
 conv_over_batch: convolution_backward; softmax_batch: _softmax_backward_data

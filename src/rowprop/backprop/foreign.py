@@ -279,9 +279,15 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
         for rows in held:
             rows.mark(True)
 
-    def leave(*_: Any) -> None:
+    def plainly(g: Any, to: Any) -> Any:
+        """One row as a plain tensor, unless it is put among all rows again."""
+        rows = None if to is None or to.name().startswith(("AsStrided", "Select")) else _rows_of(g)
+        return g.plain() if rows is not None and rows.lender is not None and rows.lender[2] else g
+
+    def leave(grads: tuple[Any, ...] = (), _: Any = None) -> tuple[Any, ...]:
         while held:
             held.pop().mark(False)
+        return tuple(plainly(g, to) for g, (to, _) in zip(grads, node.next_functions, strict=False))
 
     return [leave, node.register_prehook(enter).remove, node.register_hook(leave).remove]
 

@@ -23,7 +23,7 @@ from rowprop.backprop.recorder import Recorder, derived, layout_of, numbers
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
 from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, Op, op_name
-from rowprop.backprop.sliced import NO_RULE, Densify, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
+from rowprop.backprop.sliced import NO_RULE, Densify, Lent, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
 from rowprop.backprop.watch import note, note_densified
 
 _make: Any = cast(Any, Tensor)._make_wrapper_subclass
@@ -37,6 +37,7 @@ class RowGrad(Tensor):
     viewed: tuple[RowGrad, Callable[[Tensor], Any]] | None
     """If this is a view: the gradient viewed, and a function that views a tensor the same way."""
     in_order: bool  # whether the elements are all of those in memory, in their order
+    lent: Lent | None = None  # if this is a view of some rows: the copy that it is
     unused: tuple[int, ...] = ()  # places beside this gradient, among those of its node, in which autograd puts zeros
     alike: bool = False  # within a formula that treats all rows alike, but does not map zero to zero at each step
     made: tuple[RowSet, Any] | None = None  # where the device has streams: the rows, and the memory's last stream
@@ -119,8 +120,8 @@ class RowGrad(Tensor):
     def shared(self) -> Tensor:
         """As :meth:`plain`, but a view stays a view: writes to it reach the gradient that it views."""
         self.bring()
-        if self.full is None and self.viewed is not None and type(self.sliced) is RowSlice:
-            base, again = self.viewed
+        if self.viewed is not None and (self.lent or (self.full is None and type(self.sliced) is RowSlice)):
+            (base, again), self.lent = self.viewed, None
             self.become(None, again(base.shared()))
         return self.plain()
 
@@ -164,9 +165,14 @@ class RowGrad(Tensor):
             out = RowGrad(outcome)
         elif type(outcome) is Densify:
             _tell_densified(name, outcome, args, kwargs)
-            if views and args[0].sliced is not None and args[0].sliced.rows.copying:
+            if views and (args[0].lent or (args[0].sliced is not None and args[0].sliced.rows.copying)):
                 args[0].shared()  # a write to the result reaches all that this views
             return wrap(outcome.after(func(*map_leaves(args, plain), **map_leaves(kwargs, plain))))
+        elif type(outcome) is Lent:
+            out = cls.in_python(outcome.copy)
+            out.lent = outcome
+            if not out.shape:
+                out.plain()
         else:
             out = wrap(outcome)
         note("sliced", name)
@@ -296,9 +302,13 @@ def _viewed(op: Op, outcome: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 def _in_place(op: Op | None, func: Op, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> RowGrad:
     """An op that writes to a gradient: the out-of-place op is run, and the wrapper takes over its result."""
     target: RowGrad = args[0]
-    outcome = _outcome(op, False, args, kwargs)
+    lent = target.lent
+    if lent and func is _COPY and lent.write_back(unwrap(args[1]), unwrap(cast(Any, target.viewed)[0])):
+        note("sliced", name)
+        return target
+    outcome = Densify(_OTHERS) if lent else _outcome(op, False, args, kwargs)
     if type(outcome) is Densify:
-        _tell_densified(name, outcome, args, kwargs)
+        note_densified(name, _OTHERS) if lent else _tell_densified(name, outcome, args, kwargs)
         target.shared()
         func(*map_leaves(args, plain), **map_leaves(kwargs, plain))
         return target
@@ -363,6 +373,8 @@ def _is_dense_part(outcome: Any, viewed: Tensor) -> bool:
 
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
+_COPY = torch.ops.aten.copy_.default
+_OTHERS = "a write in place gives a gradient to rows that are not kept, or only a look at the device tells whether"
 _IN_ORDER: frozenset[Op] = frozenset(
     getattr(torch.ops.aten, name).default for name in "alias view view_as_complex view_as_real".split()
 )

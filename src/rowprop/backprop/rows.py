@@ -101,6 +101,7 @@ class RowSet:
         self.absent: Tensor | None = None  # (K,) bool: rows that fell out, at a place of no meaning; their values are 0
         self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them
         self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these are some of, and their places there
+        self.lender: tuple[RowSet, Layout, bool] | None = None  # of copies, see Lent
         self._hook: Hook | None = None
         self.makers: frozenset[Any] = frozenset()  # whose measurement made them: see rowprop.cost.zeros
         self.attention = attention

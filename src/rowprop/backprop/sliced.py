@@ -17,6 +17,7 @@ from rowprop.backprop.layout import Layout, Part, layout_as, pieces, view
 from rowprop.backprop.recorder import numbers, recorder
 from rowprop.backprop.rows import Affine, NeedsAllRows, RowSet, check_readable, joined, record, wait_for
 from rowprop.backprop.watch import note_densified
+from rowprop.host import waits
 
 
 class RowSlice:
@@ -277,6 +278,53 @@ class Zeros:
         elif type(content) is RowSlice:
             content = self.written[0] = content.dense()
         return cast(Tensor, content)
+
+
+class Lent:
+    """A copy of one row or of a range of rows, for autograd, which writes to it while it undoes a write in place.
+
+    The range is sliced, if it has more rows than are kept. Else each entry of its first dimension, or of the row's,
+    counts as a kept row: the rules tell whether a formula may give a gradient to other rows.
+    """
+
+    def __init__(self, held: Tensor, layout: Layout, size: Sequence[int], by: Affine, lender: Any) -> None:
+        """Copy those of ``held``, which views all kept rows, that get numbers; ``lender`` is :attr:`RowSet.lender`."""
+        rows, stay = lender[0].renumbered((lender[0].num_rows,), 0, layout.num_rows, by)
+        self.held, self.rows, self.layout, dim = held, rows, layout, layout.dim
+        self.shape = (1, *size) if lender[2] else size
+        every = stay is None or stay.dtype == torch.bool
+        self.stay = torch.arange(held.shape[dim], device=held.device) if every else cast(Tensor, stay)
+        self.copy: RowSlice | Zeros = self._with_zeros(held.index_select(dim, self.stay), rows.absent)
+        if rows.kept >= layout.num_rows:
+            full = self.copy.dense().view(size)
+            self.copy = Zeros(size, full.dtype, full.device, rows, None, [full])
+            if size:
+                self.copy = RowSlice(full, rows.all_of(size[dim]), Layout(dim, size[dim]), size)
+        self.copy.rows.lender = lender
+
+    def _with_zeros(self, values: Tensor, gone: Tensor | None) -> RowSlice:
+        values = values if gone is None else _without(values, gone, self.layout)
+        return RowSlice(values, self.rows, self.layout, self.shape)
+
+    def write_back(self, outcome: Any, base: Any) -> bool:
+        """Write a result to the kept rows of ``base``; False if other rows get a gradient, or only the device knows."""
+        rows, dim, plain, like = self.rows, self.layout.dim, isinstance(outcome, Tensor), self.copy
+        if type(base) is not RowSlice or not cast(Any, torch)._C._is_alias_of(base.values, self.held):
+            return False
+        if type(outcome) is RowSlice and (outcome.rows is not like.rows or outcome.layout != like.layout):
+            return False
+        there = self.held.index_select(dim, self.stay)
+        values: Any = torch.zeros_like(there) if type(outcome) is Zeros else outcome if plain else outcome.values
+        if plain or (type(outcome) is RowSlice and like.rows is not rows):
+            full = values.reshape(self.shape)
+            part = self._with_zeros(full.index_select(dim, rows.index), rows.absent if rows.unique else rows.again)
+            if plain and (type(full) is not Tensor or waits(full) or not torch.equal(part.dense(), full)):
+                return False
+            values = part.values
+        if rows.absent is not None:
+            values = torch.where(along_rows(rows.absent, self.layout, values.ndim), there, values)
+        self.held.index_copy_(dim, self.stay, values)
+        return True
 
 
 def filled(value: Any) -> Any:

@@ -254,8 +254,10 @@ def zeros(op: Any, g: Any, size: Sequence[int] | None = None, **kwargs: Any) -> 
     source = g.values if type(g) is RowSlice else g
     if kwargs.get("device") not in (None, source.device):
         return Densify("the zeros live on another device")
-    layout = g.layout if size is None or tuple(size) == g.shape else None
-    return Zeros(g.shape if size is None else size, kwargs.get("dtype") or source.dtype, source.device, g.rows, layout)
+    layout, rows = g.layout if size is None or tuple(size) == g.shape else None, g.rows
+    if layout is None and rows.lender is not None and tuple(size or ()) == (rows.lender[1].size,):
+        rows, layout, _ = rows.lender  # the memory that some rows were copied from, to put them back
+    return Zeros(g.shape if size is None else size, kwargs.get("dtype") or source.dtype, source.device, rows, layout)
 
 
 @rule("new_empty_strided", positions=True)

@@ -17,7 +17,7 @@ from rowprop.backprop.rules.apply import end_to_end, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import AT_ONCE, Affine, Densify, RowSet, RowSlice, Zeros, filled, whole_rows
+from rowprop.backprop.sliced import AT_ONCE, Affine, Densify, Lent, RowSlice, Zeros, filled, whole_rows
 from rowprop.host import waits
 
 
@@ -101,7 +101,7 @@ def complex_view(op: Any, g: RowSlice) -> Any:
 def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """A view given by strides: a reshape, or the same part of each row, as in a view that is written to in place.
 
-    Dimensions in front of the rows, as the time of a buffer, may lose any part.
+    Dimensions in front of the rows, as the time of a buffer, may lose any part. Of a range of rows a copy is viewed.
     """
     if type(g) is RowSlice and g.order is not None:
         g = permute(op, g, g.order)  # as it lies in memory
@@ -110,32 +110,34 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
     part = _part(g, size, stride, offset or 0)
     if part is not None:
         return part
-    rows: RowSet = g.rows
-    before = _in_front(g)
-    span = prod(g.shape) // before
-    per_row, left = span // rows.num_rows, span % rows.num_rows
-    parts = None if left or 0 in size else _row_parts(size, stride, rows.num_rows, per_row)
-    if parts is None:
-        return Densify("the strides do not lead from row to row, or not to every row")
-    layout = lay.layout_of(parts)
-    # How far each leads in front of the rows, and within one; a size that is a symbol has no divmod.
-    apart = [(at // span, at % span) if before > 1 else (0, at) for at in (*stride, offset or 0)]
-    ahead, within = apart.pop()
-    kept_span, steps = per_row * rows.kept, list(stride)
-    first, steps[layout.dim] = ahead * kept_span + within, per_row
-    for d, (by, rest) in enumerate(apart):
-        if not layout.holds(d):
-            steps[d] = by * kept_span + rest
-            ahead, within = ahead + (size[d] - 1) * by, within + (size[d] - 1) * rest
-    if within >= per_row or ahead >= before:
-        return Densify("the strides reach from one row into the next")
-    if type(g) is Zeros:
+    g, rows, num_rows, shape = filled(g), g.rows, g.rows.num_rows, [*size]
+    if type(g) is Zeros and prod(g.shape) % num_rows == 0:
         g = g.split()
-    if lay.view(g.shape, g.layout, (before, rows.num_rows, per_row)) != Layout(1, rows.num_rows):
+    before = _in_front(g)
+    per_row = prod(g.shape) // (before * num_rows)
+    if type(g) is not RowSlice or lay.view(g.shape, g.layout, (before, num_rows, per_row)) != Layout(1, num_rows):
         return Densify("the rows are merged with another part of the gradient")
-    values = g.values.contiguous()
-    kept = layout.kept_shape(size, rows.kept)
-    return RowSlice(values.as_strided(kept, steps, values.storage_offset() + first), rows, layout, size)
+    # How far each leads in front of the rows, by rows, and within one; a size that is a symbol has no divmod.
+    leads = [offset or 0, *(by if n > 1 else 0 for n, by in zip(size, stride, strict=True))]
+    begin, *steps = ((at // per_row // num_rows, at // per_row % num_rows, at % per_row) for at in leads)
+    ends = [at + sum((n - 1) * by[i] for n, by in zip(size, steps, strict=True)) for i, at in enumerate(begin)]
+    outside = 0 in size or any(end >= n for end, n in zip(ends, (before, num_rows, per_row), strict=True))
+    along, parts = [d for d, by in enumerate(steps) if by[1]], _row_parts(size, stride, num_rows, per_row)
+    # Some rows at some times, as of packed sequences, are many small steps, which take longer sliced than whole.
+    other = parts is None and (len(along) > 1 or (along and ends[0] - begin[0] < before - 1))
+    if outside or other or any(steps[d][0] or steps[d][2] for d in along):
+        return Densify("the strides do not lead from row to row, or not to every row, nor to one range at all times")
+    if not along and 1 in size:
+        steps[size.index(1)], along = (0, 1, 0), [size.index(1)]
+    elif not along:
+        shape, steps, along = [1, *size], [(0, 1, 0), *steps], [0]
+    layout, values = lay.layout_of(parts or [Part(along[0], shape[along[0]])]), g.values.contiguous()
+    by, span = Affine(1, -begin[1], steps[layout.dim][1]), rows.kept * per_row
+    steps = [per_row if d == layout.dim else span * by[0] + by[2] for d, by in enumerate(steps)]
+    first = values.storage_offset() + span * begin[0] + begin[2]
+    values = values.as_strided(layout.kept_shape(shape, rows.kept), steps, first)
+    lender = rows, Layout(0, num_rows, before, per_row), len(shape) > len(size)
+    return RowSlice(values, rows, layout, size) if parts else Lent(values, layout, size, by, lender)
 
 
 def _in_front(g: Any) -> int:
@@ -251,6 +253,9 @@ def _taken(size: int, start: int | None, end: int | None, step: int) -> tuple[in
 def select_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, index: int) -> Any:
     """Zeros around one index of a dimension that holds no rows (the selected dimension is not in ``g``)."""
     dim %= len(sizes)
+    if g.rows.lender is not None and g.rows.lender[2] and sizes[dim] == g.rows.lender[0].num_rows:
+        rows = g.rows.derived(torch.full((1,), index % sizes[dim], device=g.values.device), sizes[dim], unique=True)
+        return RowSlice(g.dense().unsqueeze(dim), rows, Layout(dim, sizes[dim]), sizes)
     one = unsqueeze(op, g, dim)
     if _is_token(one, dim):
         return one.spread(dim).renumbered(dim, sizes[dim], Affine(offset=index % sizes[dim]))
