@@ -260,10 +260,13 @@ def jax(session: nox.Session) -> None:
     ids=["2.11.0", "2.13.0", "2.15.0"],
 )
 def versions(session: nox.Session, torch: str) -> None:
-    """Run all tests, or with `-- --core` those of the backward, on another torch and Python: 5 GB each."""
+    """Run all tests on another torch and Python: 5 GB each. `-- --core`: those of the backward, also natively."""
     # What constraints.txt pins wants Python 3.11 or newer.
     pinned = [] if torch == "2.13.0" else ["-c", but(session, "torch")]
-    session.install(f"torch=={torch}", *"pytest pytest-xdist hypothesis expecttest -e .[compare]".split(), *pinned)
+    tools = "pytest pytest-xdist hypothesis expecttest -e .[compare,native]".split()
+    session.install(f"torch=={torch}", *tools, *pinned)
     chosen, *more = session.posargs or [""]
-    which = [*more, *files(CORE)] if chosen == "--core" else session.posargs
-    session.run("pytest", *ALL_CORES, "-p", "no:cacheprovider", "-rs", *which, env=ONE_THREAD)
+    command = ["pytest", *ALL_CORES, "-p", "no:cacheprovider", "-rs"]
+    session.run(*command, *([*more, *files(CORE)] if chosen == "--core" else session.posargs), env=ONE_THREAD)
+    if chosen == "--core":
+        session.run(*command, "--native", *more, *files(NATIVE), env=ONE_THREAD)
