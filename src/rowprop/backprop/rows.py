@@ -177,7 +177,8 @@ class RowSet:
     @property
     def native(self) -> Any:
         """What the extension holds of these rows; None for rows whose gradients stay in Python."""
-        return None if self.absent is not None or self.recompute is not None else self._known
+        in_python = self.absent is not None or self.lender is not None or self.recompute is not None
+        return None if in_python else self._known
 
     @property
     def _known(self) -> Any:
