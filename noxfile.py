@@ -260,7 +260,7 @@ def jax(session: nox.Session) -> None:
     ids=["2.11.0", "2.13.0", "2.15.0"],
 )
 def versions(session: nox.Session, torch: str) -> None:
-    """Run all tests on another torch and Python: 5 GB each. `-- --core`: those of the backward, also natively."""
+    """Run all tests on another torch and Python: 5 GB each. `-- --core`: those of the backward."""
     # What constraints.txt pins wants Python 3.11 or newer.
     pinned = [] if torch == "2.13.0" else ["-c", but(session, "torch")]
     tools = "pytest pytest-xdist hypothesis expecttest -e .[compare,native]".split()
@@ -269,4 +269,4 @@ def versions(session: nox.Session, torch: str) -> None:
     command = ["pytest", *ALL_CORES, "-p", "no:cacheprovider", "-rs"]
     session.run(*command, *([*more, *files(CORE)] if chosen == "--core" else session.posargs), env=ONE_THREAD)
     if chosen == "--core":
-        session.run(*command, "--native", *more, *files(NATIVE), env=ONE_THREAD)
+        session.run(*command, "--native", *more, *files("native"), env=ONE_THREAD)

@@ -191,6 +191,7 @@ ENTRIES: dict[str, dict[str, Any]] = by_name({
     "pick": {"laws": {"rows": lambda rows: SCORES[rows].ndim == 1}}, "num_rows": {"laws": {"batch": ANYTHING}},
     "rowwise": {"outputs": 0, "laws": dict.fromkeys(["outputs", "saved", "grads"], ANYTHING)},
     "find_zeros": {"laws": {"model": lambda model: isinstance(model, nn.Module)}}, "composer": {"scale_factor": 1.0},
+    "profile": {"rounds": 1},
     "verify": {"laws": {**FRACTIONS, "seed": lambda n: type(n) is int}, "rows": None, "tolerance": 1e-3},
     "plan": {"laws": FRACTIONS, "seconds": 0.2}, "take": {"laws": {"batch": ANYTHING, **TABLE}},
     "rho1": {**TOKENS, "reference": MODEL}, "high_entropy_tokens": {**TOKENS, "losses_fn": users.losses_and_entropies},
