@@ -952,7 +952,8 @@ add("recurrent", lambda: (torch.randn(N, 32), torch.randn(N, 32)), source_separa
 add("recurrent", language(), state_space)
 add("recurrent", language(), scan)
 add("recurrent", vectors(D), solver)
-add("MLP", vectors(D), rows_written_in_place)
+# On a device nothing tells how many of the kept rows lie in a range, so all of them go to what was written there.
+add("MLP", vectors(D), rows_written_in_place, share=1.2)
 
 
 def alignment(model: nn.Module, batch: Batch) -> Tensor:
