@@ -278,6 +278,7 @@ class Packed:
     same: bool  # whether keys and values are those of the queries' tokens
     whole: bool  # whether all tokens of these sequences are kept
     rows: RowSet | None  # the tokens of the keys; None: all tokens
+    sequences: list[int] | None  # which sequences these are; None: all of them
 
 
 def packed_of(
@@ -296,22 +297,26 @@ def packed_of(
     counts = before[:, ends[1:]] - before[:, ends[:-1]]
     read = torch.cat([counts, ends.unfold(0, 2, 1).T, of_keys.long().unfold(0, 2, 1).T])
     every = cast("list[list[int]]", read.T.tolist())
-    some = [line for line in every if line[0]]
+    numbers = [number for number, line in enumerate(every) if line[0]]
+    some = [every[number] for number in numbers]
     if sum(line[0] for line in some) < ones.numel():
         return None
     same = num_queries == num_keys and all(line[2:4] == line[4:6] for line in every)
-    queries = _run([line[2:4] for line in some], num_queries, of_queries)
-    keys = queries if same else _run([line[4:6] for line in some], num_keys, of_keys)
+    spans = [[line[2:4] for line in some], [line[4:6] for line in some]]
+    # Both kinds of tokens are those of the same sequences: one without queries may have keys.
+    complete = [sum(end - begin for begin, end in of_some) for of_some in spans] == [num_queries, num_keys]
+    queries = _run(spans[0], num_queries, of_queries, complete)
+    keys = queries if same else _run(spans[1], num_keys, of_keys, complete)
     whole = sum(line[1] for line in some) == queries.count
     held_rows = None if keys.tokens is None else rows.derived(keys.tokens, num_keys, unique=True)
-    return Packed(queries, keys, same, whole, held_rows)
+    return Packed(queries, keys, same, whole, held_rows, None if complete else numbers)
 
 
-def _run(spans: list[list[int]], size: int, ends: Tensor) -> Run:
-    """These sequences among ``size`` tokens; ``ends`` are those of all sequences."""
+def _run(spans: list[list[int]], size: int, ends: Tensor, complete: bool) -> Run:
+    """These sequences among ``size`` tokens; ``ends`` are those of all sequences. ``complete``: they hold all tokens."""
     lengths = [end - begin for begin, end in spans]
     total, longest, device = sum(lengths), max(lengths), ends.device
-    if total == size:
+    if complete:
         return Run(None, None, total, ends, longest)
     new = list(accumulate(lengths, initial=0))
     # The lengths go to the device, and their tokens are counted there: no long copy.

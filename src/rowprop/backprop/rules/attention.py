@@ -27,6 +27,7 @@ from rowprop.backprop.sliced import Densify, RowSlice, check_readable, sliced_ag
 from rowprop.backprop.watch import note, note_densified
 
 ALL = "the kernel takes all tokens"
+DROPOUT = "dropout inside the kernel depends on where a row stood in the batch; set dropout_p=0"
 _OPERANDS = "query", "key", "value", "out", "logsumexp"
 
 
@@ -66,8 +67,7 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     wanted = wanted if wanted is None or isinstance(wanted, bool) else wanted[-1]
     dims = (0, 0, 0) if wanted is None else (0, 0, 0, 0 if wanted and per_row else None)
     if call.dropout_p > 0:
-        why = "dropout inside the kernel depends on where a row stood in the batch; set dropout_p=0"
-        return _at_full_size(why, call, g, dims)
+        return _at_full_size(DROPOUT, call, g, dims)
     # Under this variable, cuDNN chooses a format of the log-sum-exp by the operands' strides, in the forward and again
     # in the backward (MHA.cpp, use_ragged_in_dense). Kept rows may have other strides, so the choices could differ.
     if "cudnn" in op.__name__ and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
@@ -75,8 +75,7 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
         return _at_full_size(tied, call, g, dims)
     if wanted and not per_row:
         return Densify("the bias that needs a gradient does not have the shape of the scores")
-    # A part of a wider gradient may begin anywhere, and the kernels load 16 bytes at a time.
-    kept = [g.values.clone() if g.values.storage_offset() % 8 else g.values, *args]
+    kept = [readable_values(g.values), *args]
     for name in _OPERANDS:
         kept[call.places[name]] = g.take(kept[call.places[name]])
     call = Call(op, kept, kwargs)
@@ -86,6 +85,11 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         grads = op(*kept, **kwargs)
     return tuple(t if dim is None else g.like(t) for t, dim in zip(grads, dims, strict=True))
+
+
+def readable_values(grad: Tensor) -> Tensor:
+    """A part of a wider gradient may begin anywhere, and the kernels load 16 bytes at a time."""
+    return grad.clone() if grad.storage_offset() % 8 else grad
 
 
 def _at_full_size(why: str, call: Call, g: RowSlice, dims: tuple[int | None, ...]) -> Densify:
@@ -185,29 +189,31 @@ def _of_packed(call: Call, g: RowSlice, lengths: list[Any]) -> Any:
     plain = call.dropout_p == 0 and call.first("attn_bias", "bias") is None
     if "max_q" in call.places and time == 0 and plain and all(length is not None for length in lengths):
 
-        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int]) -> Any:
+        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int], _: Any) -> Any:
             names = (*_OPERANDS, "cum_seq_q", "cum_seq_k", "max_q", "max_k")
             return call.run(grad, **dict(zip(names, (*kept, *ends, *longest), strict=True)))
 
-        found = _of_sequences(op_name(call.op), g, [getattr(call, name) for name in _OPERANDS], lengths, kernel)
+        found = of_sequences(op_name(call.op), g, [getattr(call, name) for name in _OPERANDS], lengths, kernel)
         if found is not None:
             return found
-    cut = g.rows.attention == "cut" and _same_lengths(*lengths)
+    cut = g.rows.attention == "cut" and same_lengths(*lengths)
     if cut:
         note("cut", op_name(call.op))
     return _at_full_size(ALL, call, g, _dims(call, time, cut))
 
 
-def _of_sequences(
-    name: str, g: RowSlice, operands: list[Tensor], lengths: Sequence[Tensor], kernel: Callable[..., Any]
-) -> Any:
+def of_sequences(
+    name: str, g: RowSlice, operands: Sequence[Tensor], lengths: Sequence[Tensor], kernel: Callable[..., Any],
+    counts: tuple[int, int] = (1, 2),
+) -> Any:  # fmt: skip
     """Run a kernel's backward on the sequences that hold a kept token; None if it cannot be known which these are.
 
     ``operands`` are queries, keys, values and output, (T, heads, width), and its log-sum-exp, (heads, T). The kernel
-    takes the output's gradient, these, where the sequences of queries and of keys begin and end, and the longest of
-    each. It returns the gradients of queries, keys and values, and others.
+    takes the output's gradient, these, where the sequences of queries and of keys begin and end, the longest of each,
+    and which sequences they are, or None for all. Its first results are so many gradients of queries, and then of keys,
+    as ``counts`` says.
     """
-    query, key, value, out, logsumexp = operands
+    query, key, _, _, logsumexp = operands
     if tuple(logsumexp.shape) != tuple(query.shape[1::-1]):
         return None
     found = cast("Packed | None", g.rows.once(packed_of, g.rows, g.layout, *lengths, query.shape[0], key.shape[0]))
@@ -218,8 +224,12 @@ def _of_sequences(
         note_densified(name, ALL)
     at = None if queries.places is None else g.take(queries.places)
     grad = g.dense() if at is None else g.values.new_zeros(queries.count, *g.shape[1:]).index_add_(0, at, g.values)
-    kept = [queries.of(query), keys.of(key), keys.of(value), queries.of(out), queries.of(logsumexp, 1)]
-    dq, dk, dv, *rest = kernel(grad, kept, [queries.ends, keys.ends], [queries.longest, keys.longest])
+    kept = [*(run.of(t) for run, t in zip((queries, keys, keys, queries), operands, strict=False))]
+    kept.append(queries.of(logsumexp, 1))
+    # A kernel without a key, of which the grid would be empty, does not start.
+    longest = [queries.longest, max(1, keys.longest)]
+    results = kernel(grad, kept, [queries.ends, keys.ends], longest, found.sequences)
+    own, of_keys, rest = results[: counts[0]], results[counts[0] : sum(counts)], results[sum(counts) :]
 
     def at_kept(full: Tensor) -> RowSlice:
         if at is None:
@@ -230,14 +240,24 @@ def _of_sequences(
     if cut:
         note("cut", name)
     if cut or (found.same and found.whole):
-        dk, dv = at_kept(dk), at_kept(dv)
+        of_keys = map(at_kept, of_keys)
     elif found.rows is not None:
         every = Layout(0, key.shape[0])
-        dk, dv = (RowSlice(d, found.rows, every, (key.shape[0], *d.shape[1:])) for d in (dk, dv))
-    return at_kept(dq), dk, dv, *rest
+        of_keys = [RowSlice(d, found.rows, every, (key.shape[0], *d.shape[1:])) for d in of_keys]
+    return *map(at_kept, own), *of_keys, *rest
 
 
-def _same_lengths(first: Tensor, second: Tensor) -> bool:
+def at_full_size(
+    name: str, why: str, backward: Any, g: RowSlice, num_outputs: int, counts: tuple[int, int], keys: bool
+) -> tuple[Any, ...]:
+    """A function's own backward on all rows. The gradients of queries go on sliced, those of ``keys`` if they may."""
+    note_densified(name, why)
+    results = backward(g.dense(), *[None] * (num_outputs - 1))
+    sliced = sum(counts) if keys else counts[0]
+    return *(sliced_again(d, g.rows, g.layout) for d in results[:sliced]), *results[sliced:]
+
+
+def same_lengths(first: Tensor, second: Tensor) -> bool:
     """Whether queries and keys are packed by one and the same tensor of lengths; its values would have to be read."""
     return first is second or (first.data_ptr() == second.data_ptr() and first.shape == second.shape)
 
@@ -252,20 +272,18 @@ def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
     others = [None] * (len(grads) - 1)  # torch's backward reads no gradient of the log-sum-exp
     if len(saved) == 8:
 
-        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int]) -> Sequence[Tensor]:
+        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int], _: Any) -> Any:
             tensors = (*kept[:3], *ends, *kept[3:], saved[7])
             place = NodeWith(node, saved_tensors=tensors, max_q=longest[0], max_k=longest[1])
             return cast(Any, type(node)).apply(place, grad, *others)
 
-        found = _of_sequences("varlen_attn", g, [query, key, value, *saved[5:7]], lengths, kernel)
+        found = of_sequences("varlen_attn", g, [query, key, value, *saved[5:7]], lengths, kernel)
         if found is not None:
             return found
-    note_densified("varlen_attn", ALL)
-    dq, dk, dv, *rest = backward(g.dense(), *others)
-    if g.rows.attention == "cut" and _same_lengths(*lengths) and query.shape[0] == key.shape[0]:
+    cut = g.rows.attention == "cut" and same_lengths(*lengths) and query.shape[0] == key.shape[0]
+    if cut:
         note("cut", "varlen_attn")
-        dk, dv = (sliced_again(d, g.rows, g.layout) for d in (dk, dv))
-    return sliced_again(dq, g.rows, g.layout), dk, dv, *rest
+    return at_full_size("varlen_attn", ALL, backward, g, len(grads), (1, 2), cut)
 
 
 # --- flex_attention: scores and masks that the user writes as functions of the place in the batch ---------------------

@@ -98,7 +98,8 @@ def rule_of_function(function: type) -> Rule | None:
     """The rule of a custom ``autograd.Function`` class, if it has one."""
     found = FUNCTION_RULES.get(function)
     if found is None:
-        import_module(f"{__package__}.libraries")  # only here: most models have no custom function
+        for name in ("libraries", "kernels"):  # only here: most models have no custom function
+            import_module(f"{__package__}.{name}")
         found = _NAMED.get(f"{function.__module__}.{function.__qualname__}")
         op = op_of(function)
         found = found or (None if op is None else FUNCTION_RULES.get(op))

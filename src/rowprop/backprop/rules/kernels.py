@@ -1,0 +1,163 @@
+"""Functions of flash-attn 2, known by the name of their class and by what they save.
+
+The ``kernels`` package loads the same classes from modules whose names it makes up, so the module tells nothing; other
+classes of these names, as those of flash-attn 3, save other things. The functions' own backward runs, on fewer rows or
+sequences: what it asks of its tensors (contiguous in the last dimension, lengths of int32, heads padded to a multiple
+of 8) holds for the kept part of tensors that the forward has saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop.rules.apply import apply_rule
+from rowprop.backprop.rules.attention import ALL, DROPOUT, at_full_size, of_sequences, readable_values, same_lengths
+from rowprop.backprop.rules.functions import NodeWith
+from rowprop.backprop.rules.indexing import index, index_add
+from rowprop.backprop.rules.registry import RULES, function_rule
+from rowprop.backprop.sequences import queries_of
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, Zeros, whole_rows
+from rowprop.backprop.watch import note
+
+_ATTENTION = {
+    "FlashAttnFunc": (1, 2, ()),
+    "FlashAttnKVPackedFunc": (1, 1, ()),
+    "FlashAttnQKVPackedFunc": (0, 1, ()),
+    "FlashAttnVarlenFunc": (1, 2, ("max_seqlen_q", "max_seqlen_k")),
+    "FlashAttnVarlenKVPackedFunc": (1, 1, ("max_seqlen_q", "max_seqlen_k")),
+    "FlashAttnVarlenQKVPackedFunc": (0, 1, ("max_seqlen",)),
+}
+"""How many gradients of queries and of keys each returns, those that join both counted as keys', and its longest."""
+
+_OPTIONS = {"dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"}
+_INDEXED = {"IndexFirstAxis", "IndexPutFirstAxis", "IndexFirstAxisResidual"}
+
+
+def _is_known(options: dict[str, Any], saved: tuple[Any, ...], longest: tuple[str, ...]) -> bool:
+    """Whether a function keeps what flash-attn 2.7 and 2.8 keep: tensors, one length for each name, and options."""
+    held = {name for name, value in options.items() if isinstance(value, Tensor)}
+    if len(saved) != 6 + len(longest) or not all(isinstance(t, Tensor) for t in saved) or not held <= {"alibi_slopes"}:
+        return False
+    query, key, value, out, logsumexp, *lengths, _ = cast("tuple[Tensor, ...]", saved)
+    *batch, heads, width = query.shape
+    of_scores = (heads, *batch) if longest else (*batch[:1], heads, *batch[1:])
+    fits = query.ndim == key.ndim == 4 - bool(longest) and query.shape == out.shape and key.shape == value.shape
+    return (
+        options.keys() >= _OPTIONS.union(longest)
+        and fits
+        and key.shape[-1] == width
+        and (bool(longest) or key.shape[0] == query.shape[0])
+        and logsumexp.shape == of_scores
+        and all(length.ndim == 1 and length.dtype == torch.int32 for length in lengths)
+    )
+
+
+@function_rule(lambda function: function.__name__ in _ATTENTION, positions=True)
+def flash_attention(node: Any, backward: Any, *grads: Any) -> Any:
+    """Rows (N, T, heads, width) attend within themselves, packed sequences (T, heads, width) within their lengths."""
+    g, saved, name = grads[0], node.saved_tensors, node._forward_cls.__name__
+    own, of_keys, longest = _ATTENTION[name]
+    if not _is_known(vars(node), saved, longest):
+        return Densify(f"this {name} does not save what it saves in flash-attn 2.8")
+    if type(g) is not RowSlice or g.shape[:-1] != saved[0].shape[:-1]:
+        return Densify("the output's gradient is not sliced over rows or tokens")
+    return (_of_packed if longest else _of_rows)(node, backward, g, saved, name, (own, of_keys), len(grads))
+
+
+def _own(node: Any, grad: Tensor, num_outputs: int, alibi: Any, *saved: Tensor, **changed: int) -> tuple[Any, ...]:
+    """The results of the function's own backward, which reads no gradient of the log-sum-exp."""
+    place = NodeWith(node, saved_tensors=saved, alibi_slopes=alibi, **changed)
+    return cast(Any, type(node)).apply(place, grad, *[None] * (num_outputs - 1))
+
+
+def _of_rows(
+    node: Any, backward: Any, g: RowSlice, saved: tuple[Tensor, ...], name: str, counts: tuple[int, int], outputs: int
+) -> Any:
+    """K rows of queries, keys, values, output, log-sum-exp, and of slopes where each row has its own."""
+    dims = {part.dim for part in g.layout.parts}
+    if not dims <= {0, 1}:
+        return Densify("the batch is not the first dimension")
+    tokens, cut = None, False
+    if 1 in dims:
+        tokens = queries_of(g, 1)
+        cut = tokens is not None and g.rows.attention == "cut" and saved[1].shape[1] == g.shape[1]
+        if cut:
+            note("cut", name)
+    if node.dropout_p > 0:
+        return at_full_size(name, DROPOUT, backward, g, outputs, counts, cut or 1 not in dims)
+    rows = g
+    if 1 in dims and (tokens is not None or g.layout.minor):
+        try:
+            rows = tokens.g.coarsened(0) if cut and tokens is not None else whole_rows(g, 0)
+            every = rows.layout.minor or rows.rows.kept >= rows.rows.num_rows
+        except NeedsAllRows:
+            every = True
+        if every:
+            return at_full_size(name, ALL, backward, g, outputs, counts, cut)
+    if rows.dim != 0:
+        return Densify("the batch is not the first dimension")
+    alibi = node.alibi_slopes
+    if isinstance(alibi, Tensor) and alibi.ndim == 2:
+        alibi = rows.take(alibi)
+    results = _own(node, readable_values(rows.values), outputs, alibi, *map(rows.take, saved[:5]), saved[5])
+    sliced = [rows.like(d) for d in results[: sum(counts)]]
+    if tokens is not None:  # the other queries of these rows have no gradient, nor have their keys if cut
+        some = len(sliced) if cut else counts[0]
+        sliced[:some] = [tokens.of_kept(d, 1) for d in sliced[:some]]
+    return *sliced, *results[sum(counts) :]
+
+
+def _of_packed(
+    node: Any, backward: Any, g: RowSlice, saved: tuple[Tensor, ...], name: str, counts: tuple[int, int], outputs: int
+) -> Any:
+    """Sequences that hold a kept token, with the lengths of these."""
+    if any(part.dim != 0 for part in g.layout.parts):
+        return Densify("the output's gradient is not sliced over packed tokens")
+    *operands, state = saved
+    operands, ends = operands[:5], operands[5:]
+    lengths, names = (ends[0], ends[-1]), _ATTENTION[name][2]
+
+    def kernel(
+        grad: Tensor, kept: list[Tensor], new: list[Tensor], longest: list[int], sequences: list[int] | None
+    ) -> tuple[Any, ...]:
+        alibi = node.alibi_slopes
+        if isinstance(alibi, Tensor) and alibi.ndim == 2 and sequences is not None:
+            alibi = alibi.index_select(0, torch.tensor(sequences).to(alibi.device, non_blocking=True))
+        changed = dict(zip(names, longest, strict=False))
+        return _own(node, grad, outputs, alibi, *kept, *new[: len(names)], state, **changed)
+
+    why = DROPOUT if node.dropout_p > 0 else ALL
+    found = None if why == DROPOUT else of_sequences(name, g, operands, lengths, kernel, counts)
+    if found is not None:
+        return found
+    cut = g.rows.attention == "cut" and same_lengths(*lengths) and saved[0].shape[0] == saved[1].shape[0]
+    if cut:
+        note("cut", name)
+    return at_full_size(name, why, backward, g, outputs, counts, cut)
+
+
+@function_rule(lambda function: function.__name__ in _INDEXED, positions=True)
+def packed_tokens(node: Any, backward: Any, *grads: Any) -> Any:
+    """``bert_padding``: the tokens of an index, taken out of padded rows, and put back among zeros."""
+    name, saved, options = node._forward_cls.__name__, node.saved_tensors, vars(node)
+    size: Any = options.get("first_axis_dim")
+    known = len(saved) == 1 and isinstance(saved[0], Tensor) and saved[0].ndim == 1 and saved[0].dtype == torch.int64
+    if not known or (name != "IndexPutFirstAxis") != isinstance(size, int):
+        return Densify(f"this {name} does not save what it saves in flash-attn 2.8")
+    g, residual = (*grads, None)[:2]
+    if name == "IndexPutFirstAxis":
+        outcome = index(torch.ops.aten.index.Tensor, g, saved)
+        return outcome if type(outcome) is Densify else (outcome, None, None)
+    if g is not None:
+        if type(g) is not RowSlice or g.shape[0] != saved[0].shape[0]:
+            return Densify("the output's gradient is not sliced over packed tokens")
+        zeros = Zeros((size, *g.shape[1:]), g.values.dtype, g.values.device, g.rows)
+        g = index_add(torch.ops.aten.index_add.default, zeros, 0, saved[0], g)
+    if g is not None and residual is not None and type(g) is not Densify:
+        add = torch.ops.aten.add.Tensor
+        g = apply_rule(RULES[add], add, [residual, g], {})
+    outcome = residual if g is None else g
+    return outcome if type(outcome) is Densify else (outcome, None)
