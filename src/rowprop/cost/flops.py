@@ -170,23 +170,25 @@ def _attention(op: Any) -> Formula:
     (N, heads, time, width). An op's schema tells the places of its arguments.
     """
     names = [argument.name for argument in op.default._schema.arguments]
-    mask = names.index("is_causal" if "is_causal" in names else "custom_mask_type")
-    query, value = names.index("query"), names.index("value")
+    mask = next(names.index(name) for name in ("is_causal", "custom_mask_type", "causal") if name in names)
+    query = names.index("query" if "query" in names else "q")  # keys and values follow
+    at_last_key = names[mask] == "causal"
     lengths = [place for place, name in enumerate(names) if name in ("cum_seq_q", "cu_seqlens_q")]
     packs = not op.__name__.startswith("_scaled")
     time, heads = (-3, -2) if packs else (-2, -3)
     backward = op.__name__.endswith("backward")
 
     def count(*args: Any, **_: Any) -> int:
-        q, k, v = args[query : value + 1]
-        if packs and args[lengths[0]] is not None:
+        q, k, v = args[query : query + 3]
+        if packs and lengths and args[lengths[0]] is not None:
             read: Any = cast(Any, flop_counter)._offsets_to_lengths  # the longest for each where they have no values
             in_q, in_k = (read(args[at], args[at + 2]) for at in (lengths[0], lengths[0] + 1))
             pairs = sum(t * s for t, s in zip(in_q, in_k, strict=True))
         else:
             t, s, kind = q.shape[time], k.shape[time], args[mask] if len(args) > mask else 0
-            # Query i of a causal kernel sees the keys up to i; the second kind of custom mask ends at the last key.
-            ahead = s - t if kind is not True and kind == 2 else 0
+            # Query i of a causal kernel sees the keys up to i; the second kind of custom mask ends at the last key, as
+            # does that of flash-attn.
+            ahead = s - t if at_last_key or (kind is not True and kind == 2) else 0
             pairs = len(q) * (sum(max(0, min(s, i + 1 + ahead)) for i in range(t)) if kind else t * s)
         return q.shape[heads] * pairs * _flops_of_a_pair(q, v, backward=backward)
 
@@ -281,9 +283,21 @@ FORMULAS: dict[Any, Formula] = {
 _IMPORTED = {f"_linear_cross_entropy_batch_chunked{reduced}": _fused_head for reduced in ("", "_no_reduction")}
 
 
+# The ops of flash-attn, which the package ``kernels`` loads under namespaces that it makes up.
+_FLASH = {f"_flash_attn_{part}" for part in ("forward", "backward", "varlen_forward", "varlen_backward")}
+
+
 def formula_of(packet: Any) -> Formula | None:
     """The formula of an op; None if there is none. Modules of torch add theirs when they are imported."""
-    return FORMULAS.get(packet) or flop_registry.get(packet) or _IMPORTED.get(packet.__name__)
+    found = FORMULAS.get(packet) or flop_registry.get(packet) or _IMPORTED.get(packet.__name__)
+    return _of_flash(packet) if found is None and packet.__name__ in _FLASH else found
+
+
+@cache
+def _of_flash(packet: Any) -> Formula | None:
+    """The formula of an op of this name, if it is called as flash-attn 2's."""
+    names = [argument.name for argument in packet.default._schema.arguments]
+    return _attention(packet) if {"q", "k", "v", "causal", "softcap"}.issubset(names) else None
 
 
 @cache
