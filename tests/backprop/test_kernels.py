@@ -197,7 +197,7 @@ def test_packed_queries_and_keys_of_other_lengths(name: str, others: str):
     ends, ends_k = ends_of(of_queries), ends_of(of_keys)
     x, (w, _) = layers()
     y = torch.randn(sum(of_keys), H * D, dtype=torch.float64)
-    masks = [SEQUENCE == 9] if others == "no keys" else [KEPT["whole sequences"], SEQUENCE >= 0]
+    masks = [SEQUENCE == 9] if others == "no keys" else [KEPT["whole sequences"], KEPT["one of each sequence"]]
 
     def losses() -> Tensor:
         wq, wk, wv = w.chunk(3, 1)
@@ -226,7 +226,7 @@ def test_dropout_runs_at_full_size_and_says_why(name: str, tokens: bool):
 
     report = as_indexed(step, rtol=1e-9, atol=1e-12)
     assert "dropout" in report.densified[FUNCTIONS[name]].reason
-    if not tokens:
+    if "varlen" not in name and not tokens:
         assert list(report.densified) == [FUNCTIONS[name]]
 
 
@@ -270,7 +270,7 @@ def other(name: str, saved: Callable[..., Any], **kept: Any) -> Any:
         def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
             q, k, v = ctx.saved_tensors[:3]
             total = g.sum(0)
-            return g, (total * v.mean(0) / len(k)).expand_as(k), (total * k.mean(0) / len(v)).expand_as(v)
+            return g, (total * v.mean(0) / len(g)).expand_as(g), (total * k.mean(0) / len(g)).expand_as(g)
 
     Other.__name__ = name
     return Other.apply
@@ -327,8 +327,8 @@ def test_whole_sequences_without_a_gradient_cost_nothing():
         return [p.grad for p in model.parameters()]  # pyright: ignore[reportReturnType]
 
     expected = step()
-    with rowprop.skip_zeros(model):
-        actual = step()
+    rowprop.skip_zeros(model, unit="token")
+    actual = step()
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     assert flops[1] <= (1.1 * live + 0.05) * flops[0]
 
@@ -401,7 +401,9 @@ def test_packed_tokens_and_padded_rows(residual: bool, which: str):
     report = as_indexed(step, rtol=1e-9, atol=1e-12)
     names = {"IndexFirstAxisResidual" if residual else "IndexFirstAxis", "IndexPutFirstAxis"}
     assert names <= report.sliced.keys() and not report.densified
-    assert flops[1] <= (0.32 if which == "rows" else 0.2) * flops[0]
+    # A layer on padded rows has one product, and one on packed tokens two.
+    share = (len(ROWS) * T + 2 * int(HELD[ROWS].sum())) / (N * T + 2 * int(HELD.sum()))
+    assert flops[1] <= (share if which == "rows" else 0.2) * flops[0]
 
 
 @pytest.mark.parametrize("name", ["IndexFirstAxis", "IndexPutFirstAxis"])

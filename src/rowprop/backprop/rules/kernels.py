@@ -139,7 +139,7 @@ def _of_packed(
     return at_full_size(name, why, backward, g, outputs, counts, cut)
 
 
-@function_rule(lambda function: function.__name__ in _INDEXED, positions=True)
+@function_rule(lambda function: function.__name__ in _INDEXED, positions=True, apart=True)
 def packed_tokens(node: Any, backward: Any, *grads: Any) -> Any:
     """``bert_padding``: the tokens of an index, taken out of padded rows, and put back among zeros."""
     name, saved, options = node._forward_cls.__name__, node.saved_tensors, vars(node)

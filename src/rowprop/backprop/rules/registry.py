@@ -69,7 +69,7 @@ def rule(
 
 
 def function_rule(
-    which: type | str | Callable[[type], bool], *, positions: bool = False
+    which: type | str | Callable[[type], bool], *, positions: bool = False, apart: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how the backward of a Python ``torch.autograd.Function`` acts on row-sliced gradients.
 
@@ -81,7 +81,7 @@ def function_rule(
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        declared = Rule(function, _family(function), positions)
+        declared = Rule(function, _family(function), positions, apart=apart)
         if not isinstance(which, (str, type)):
             _KINDS.append((which, declared))
             return function
