@@ -213,7 +213,9 @@ class Scores:
         if slopes is not None:
             scores = scores - slopes.to(exact)[:, None, None] * ahead.abs()
         right = 0 if causal else right
-        hidden = (ahead > right if right >= 0 else ahead < -math.inf) | (ahead < -left if left >= 0 else ahead > math.inf)
+        hidden = (ahead > right if right >= 0 else ahead < -math.inf) | (
+            ahead < -left if left >= 0 else ahead > math.inf
+        )
         self.scores = scores.masked_fill(hidden, -math.inf)
 
     def spread(self, heads: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import flash_kernels
 import rowprop
 from flash_kernels import RAN
-from picks import N, Take, as_indexed, gradients
+from picks import N, Take, as_indexed, gradients, indexed
 from rowprop.cost.count import count_step
 from rowprop.cost.flops import count_flops
 from token_models import cut_attention
@@ -168,18 +168,16 @@ def test_tokens_exact_and_cut(name: str, kept: str):
     x, w = layers()
 
     def step(take: Take, cut: bool = False):
-        used = cut_attention(mask, attend, heads=2) if cut and take is rowprop_indexed else attend
+        used = cut_attention(mask, attend, heads=2) if cut and take is indexed else attend
         RAN.clear()
         return gradients(lambda: take(losses_of_tokens(used, x, w), mask).log1p().sum(), w)
-
-    from picks import indexed as rowprop_indexed
 
     as_indexed(step, rtol=1e-9, atol=1e-11)
     report = as_indexed(partial(step, cut=True), rtol=1e-9, atol=1e-11, attention="cut")
     assert report.cut == {FUNCTIONS[name]: LAYERS}
     sizes = LENGTHS if varlen else [T] * N
     held = [bool(some.any()) for some in mask.flatten().split(sizes)]
-    assert RAN == [[size for size, some in zip(sizes, held, strict=True) if some]] * LAYERS
+    assert [[size for size, some in zip(sizes, held, strict=True) if some]] * LAYERS == RAN
     assert list(report.densified) == ([FUNCTIONS[name]] if all(held) else [])
 
 
@@ -236,7 +234,7 @@ def loaded_as(name: str) -> Any:
     for before in ('"flash_attn::', "torch.ops.flash_attn."):
         text = text.replace(before, before.replace("flash_attn", name))
     module: Any = ModuleType(f"{name}.flash_attn_interface")
-    exec(compile(text, name, "exec"), vars(module))  # noqa: S102
+    exec(compile(text, name, "exec"), vars(module))
     flash_kernels.on_cpu(module)
     return module
 
@@ -268,7 +266,7 @@ def other(name: str, saved: Callable[..., Any], **kept: Any) -> Any:
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
-            q, k, v = ctx.saved_tensors[:3]
+            _, k, v = ctx.saved_tensors[:3]
             total = g.sum(0)
             return g, (total * v.mean(0) / len(g)).expand_as(g), (total * k.mean(0) / len(g)).expand_as(g)
 

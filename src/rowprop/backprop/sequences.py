@@ -313,7 +313,7 @@ def packed_of(
 
 
 def _run(spans: list[list[int]], size: int, ends: Tensor, complete: bool) -> Run:
-    """These sequences among ``size`` tokens; ``ends`` are those of all sequences. ``complete``: they hold all tokens."""
+    """These sequences among ``size`` tokens; ``ends`` are those of all. ``complete``: they hold all tokens."""
     lengths = [end - begin for begin, end in spans]
     total, longest, device = sum(lengths), max(lengths), ends.device
     if complete:

@@ -224,7 +224,7 @@ def of_sequences(
         note_densified(name, ALL)
     at = None if queries.places is None else g.take(queries.places)
     grad = g.dense() if at is None else g.values.new_zeros(queries.count, *g.shape[1:]).index_add_(0, at, g.values)
-    kept = [*(run.of(t) for run, t in zip((queries, keys, keys, queries), operands, strict=False))]
+    kept = [run.of(t) for run, t in zip((queries, keys, keys, queries), operands, strict=False)]
     kept.append(queries.of(logsumexp, 1))
     # A kernel without a key, of which the grid would be empty, does not start.
     longest = [queries.longest, max(1, keys.longest)]

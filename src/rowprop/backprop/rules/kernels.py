@@ -8,6 +8,7 @@ of 8) holds for the kept part of tensors that the forward has saved.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,10 @@ _OPTIONS = {"dropout_p", "softmax_scale", "causal", "window_size", "softcap", "a
 _INDEXED = {"IndexFirstAxis", "IndexPutFirstAxis", "IndexFirstAxisResidual"}
 
 
+def _named(names: Collection[str]) -> Callable[[type], bool]:
+    return lambda function: function.__name__ in names
+
+
 def _is_known(options: dict[str, Any], saved: tuple[Any, ...], longest: tuple[str, ...]) -> bool:
     """Whether a function keeps what flash-attn 2.7 and 2.8 keep: tensors, one length for each name, and options."""
     held = {name for name, value in options.items() if isinstance(value, Tensor)}
@@ -55,12 +60,12 @@ def _is_known(options: dict[str, Any], saved: tuple[Any, ...], longest: tuple[st
     )
 
 
-@function_rule(lambda function: function.__name__ in _ATTENTION, positions=True)
+@function_rule(_named(_ATTENTION), positions=True)
 def flash_attention(node: Any, backward: Any, *grads: Any) -> Any:
     """Rows (N, T, heads, width) attend within themselves, packed sequences (T, heads, width) within their lengths."""
     g, saved, name = grads[0], node.saved_tensors, node._forward_cls.__name__
     own, of_keys, longest = _ATTENTION[name]
-    if not _is_known(vars(node), saved, longest):
+    if not _is_known(cast("dict[str, Any]", vars(node)), saved, longest):
         return Densify(f"this {name} does not save what it saves in flash-attn 2.8")
     if type(g) is not RowSlice or g.shape[:-1] != saved[0].shape[:-1]:
         return Densify("the output's gradient is not sliced over rows or tokens")
@@ -89,7 +94,7 @@ def _of_rows(
     if node.dropout_p > 0:
         return at_full_size(name, DROPOUT, backward, g, outputs, counts, cut or 1 not in dims)
     rows = g
-    if 1 in dims and (tokens is not None or g.layout.minor):
+    if 1 in dims and (tokens is not None or g.layout.minor):  # the kernel takes whole rows
         try:
             rows = tokens.g.coarsened(0) if cut and tokens is not None else whole_rows(g, 0)
             every = rows.layout.minor or rows.rows.kept >= rows.rows.num_rows
@@ -139,11 +144,11 @@ def _of_packed(
     return at_full_size(name, why, backward, g, outputs, counts, cut)
 
 
-@function_rule(lambda function: function.__name__ in _INDEXED, positions=True, apart=True)
+@function_rule(_named(_INDEXED), positions=True, apart=True)
 def packed_tokens(node: Any, backward: Any, *grads: Any) -> Any:
     """``bert_padding``: the tokens of an index, taken out of padded rows, and put back among zeros."""
-    name, saved, options = node._forward_cls.__name__, node.saved_tensors, vars(node)
-    size: Any = options.get("first_axis_dim")
+    name, saved = node._forward_cls.__name__, node.saved_tensors
+    size: Any = cast("dict[str, Any]", vars(node)).get("first_axis_dim")
     known = len(saved) == 1 and isinstance(saved[0], Tensor) and saved[0].ndim == 1 and saved[0].dtype == torch.int64
     if not known or (name != "IndexPutFirstAxis") != isinstance(size, int):
         return Densify(f"this {name} does not save what it saves in flash-attn 2.8")
@@ -154,7 +159,7 @@ def packed_tokens(node: Any, backward: Any, *grads: Any) -> Any:
     if g is not None:
         if type(g) is not RowSlice or g.shape[0] != saved[0].shape[0]:
             return Densify("the output's gradient is not sliced over packed tokens")
-        zeros = Zeros((size, *g.shape[1:]), g.values.dtype, g.values.device, g.rows)
+        zeros = Zeros([size, *g.shape[1:]], g.values.dtype, g.values.device, g.rows)
         g = index_add(torch.ops.aten.index_add.default, zeros, 0, saved[0], g)
     if g is not None and residual is not None and type(g) is not Densify:
         add = torch.ops.aten.add.Tensor
