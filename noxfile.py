@@ -43,6 +43,8 @@ ZEROS = """stable-baselines3==2.9.2 torchrl==0.14.1 x-transformers==2.31.10 pyro
 pytorch-crf==0.7.2 gpytorch==1.15.2 pytorch-metric-learning==2.9.0""".split()
 FUNCTIONS = """entmax==1.3 pytorch-tabnet==4.1.0 brevitas==0.13.4 dependencies==2.0.1 unfoldnd==0.2.3
 snntorch==1.0.0""".split()
+FLASH_ATTN = "flash_attn-2.8.3"
+KERNELS = "einops==0.8.2 numpy setuptools wheel packaging psutil ninja pytest".split()
 JAX = "flax equinox optax scikit-learn pyright[nodejs] pytest pytest-xdist".split()
 ALL_CORES = "-n auto --maxprocesses 8 --dist worksteal".split()
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # beside a process for each core: more threads slow each other down
@@ -193,6 +195,19 @@ def families(session: nox.Session) -> None:
         session.run(
             "pytest", *files("families liger float8 bitsandbytes"), *session.posargs, env={"TRITON_INTERPRET": "1"}
         )
+
+
+@nox.session(python=interpreter("3.11"))
+def kernels(session: nox.Session) -> None:
+    """Run flash-attn's own Python on the CPU, from its sdist: tools/flash_kernels.py stands in for its CUDA kernels."""
+    session.install(TORCH, *KERNELS, "-e", ".", "-c", "constraints.txt")
+    sources = Path(session.virtualenv.location, "sources").resolve()
+    if not (sources / FLASH_ATTN).exists():  # pip builds nothing here, but runs the package's setup.py
+        options = "--no-deps --no-build-isolation --no-binary :all: --dest".split()
+        package = FLASH_ATTN.replace("_", "-").replace("-2", "==2")
+        session.run("pip", "download", *options, str(sources), package, env={"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"})
+        shutil.unpack_archive(sources / f"{FLASH_ATTN}.tar.gz", sources, filter="data")
+    session.run("pytest", *files("kernels"), *session.posargs, env={"PYTHONPATH": str(sources / FLASH_ATTN)})
 
 
 @nox.session(python=interpreter("3.11"))

@@ -181,6 +181,18 @@ def test_tokens_exact_and_cut(name: str, kept: str):
     assert list(report.densified) == ([FUNCTIONS[name]] if all(held) else [])
 
 
+@pytest.mark.parametrize(("name", "looks"), [("qkvpacked_func", 0), ("varlen_qkvpacked_func", 1)])
+def test_the_host_looks_at_a_packing_once(name: str, looks: int, monkeypatch: pytest.MonkeyPatch):
+    # Red when: each layer looks at the lengths anew; rows of a dense function are counted.
+    monkeypatch.setattr("rowprop.host.READ_AT_ONCE", set())
+    x, w = layers()
+
+    def step(take: Take):
+        return gradients(lambda: take(losses_of_tokens(partial(call, name), x, w).sum(1), ROWS).mean(), w)
+
+    assert sum(as_indexed(step, rtol=1e-9).waited.values()) == looks
+
+
 @pytest.mark.parametrize("name", ["varlen_func", "varlen_kvpacked_func"])
 @pytest.mark.parametrize("others", ["fewer keys", "no keys", "no queries"])
 # Red when: lengths are those of all sequences for the queries, and of some for the keys; the longest of no keys is 0.

@@ -1,6 +1,6 @@
 """How aten ops act on a row-sliced gradient, a file per family. The import of this package fills the table.
 
-``libraries``, the rules of other packages' functions, is imported when a custom function is first met.
+``libraries`` and ``kernels``, the rules of other packages' functions, are imported when a custom function is first met.
 """
 
 import importlib
