@@ -1,9 +1,9 @@
-"""flash-attn's extension in plain torch, sequence by sequence, so that its own Python runs on the CPU.
+"""flash-attn's extension in plain torch, sequence by sequence, so that flash-attn's own Python runs on the CPU.
 
-It asks for what the extension of 2.8.3 asks for (``csrc/flash_attn/flash_api.cpp``), and for what its kernels rely on
-without a check: addresses and strides of 16 bytes, a contiguous log-sum-exp, lengths up to the longest. float64 and
-float32 are allowed. Like the kernels, the backward reads the output and the log-sum-exp of the forward, and dropout
-follows from the place of a sequence in the batch.
+It checks what the extension of 2.8.3 checks (``csrc/flash_attn/flash_api.cpp``). It also checks what the CUDA kernels
+assume: 16-byte alignment, a contiguous log-sum-exp, no sequence longer than the longest length. float64 and float32 are
+allowed. As in the kernels, the backward uses the forward's output and log-sum-exp, and the numbers that dropout draws
+depend on a sequence's place in the batch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor
 
 RAN: list[list[int]] = []
 """The lengths of the queries' sequences in each backward."""
+LONGEST: list[tuple[int, int]] = []
+"""The longest lengths of queries and of keys in each backward of packed sequences, as they were given."""
 
 
 def install() -> bool:
@@ -110,6 +112,7 @@ def varlen_bwd(
     for d in (dq, dk, dv):
         d.fill_(math.nan)
     RAN.append([])
+    LONGEST.append((max_q, max_k))
     for n, (at, keys) in enumerate(spans(ends_q, ends_k, q, k, max_q, max_k)):
         run = Scores(q[at], k[keys], scale, causal, left, right, softcap, slopes_of(alibi, n))
         found = run.backward(dout[at], v[keys], out[at], logsumexp[:, at], kept(run.scores, dropout, state, n))

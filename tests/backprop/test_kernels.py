@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import flash_kernels
 import rowprop
-from flash_kernels import RAN
+from flash_kernels import LONGEST, RAN
 from picks import N, Take, as_indexed, gradients, indexed
 from rowprop.cost.count import count_step
 from rowprop.cost.flops import count_flops
@@ -125,10 +125,12 @@ def test_kept_rows_cost_their_share(name: str, option: str):
         return gradients(lambda: take(losses_of_tokens(attend, x, w, keys).sum(1), ROWS).log1p().mean(), w, flops)
 
     RAN.clear()
+    LONGEST.clear()
     report = as_indexed(step, rtol=1e-9, atol=1e-12)
     assert report.sliced[FUNCTIONS[name]] == LAYERS and not report.densified
     dense, sliced = RAN[:LAYERS], RAN[LAYERS:]
     assert [sum(run) for run in sliced] == [T * len(ROWS)] * LAYERS and sum(dense[0]) == N * T
+    assert LONGEST[:] == ([(T, T)] * LAYERS + [(max(sliced[0]),) * 2] * LAYERS if "varlen" in name else [])
     share = sum(n**2 for n in sliced[0]) / sum(n**2 for n in dense[0])
     assert flops[1] <= max(0.27, share) * flops[0]
 
@@ -177,7 +179,7 @@ def test_tokens_exact_and_cut(name: str, kept: str):
     assert report.cut == {FUNCTIONS[name]: LAYERS}
     sizes = LENGTHS if varlen else [T] * N
     held = [bool(some.any()) for some in mask.flatten().split(sizes)]
-    assert [[size for size, some in zip(sizes, held, strict=True) if some]] * LAYERS == RAN
+    assert RAN[:] == [[size for size, some in zip(sizes, held, strict=True) if some]] * LAYERS
     assert list(report.densified) == ([FUNCTIONS[name]] if all(held) else [])
 
 

@@ -208,10 +208,10 @@ def of_sequences(
 ) -> Any:  # fmt: skip
     """Run a kernel's backward on the sequences that hold a kept token; None if it cannot be known which these are.
 
-    ``operands`` are queries, keys, values and output, (T, heads, width), and its log-sum-exp, (heads, T). The kernel
-    takes the output's gradient, these, where the sequences of queries and of keys begin and end, the longest of each,
-    and which sequences they are, or None for all. Its first results are so many gradients of queries, and then of keys,
-    as ``counts`` says.
+    ``operands`` are queries, keys, values and output, (T, heads, width), and its log-sum-exp, (heads, T). The kernel is
+    called with the output's gradient, the operands, where the sequences of queries and of keys begin and end, the
+    longest of each, and the numbers of the sequences, None if they are all. It returns first the gradients of queries,
+    then those of keys and values; ``counts`` has the number of each.
     """
     query, key, _, _, logsumexp = operands
     if tuple(logsumexp.shape) != tuple(query.shape[1::-1]):
@@ -226,7 +226,7 @@ def of_sequences(
     grad = g.dense() if at is None else g.values.new_zeros(queries.count, *g.shape[1:]).index_add_(0, at, g.values)
     kept = [run.of(t) for run, t in zip((queries, keys, keys, queries), operands, strict=False)]
     kept.append(queries.of(logsumexp, 1))
-    # A kernel without a key, of which the grid would be empty, does not start.
+    # With no keys at all the kernel's grid would be empty, and CUDA refuses to launch it.
     longest = [queries.longest, max(1, keys.longest)]
     results = kernel(grad, kept, [queries.ends, keys.ends], longest, found.sequences)
     own, of_keys, rest = results[: counts[0]], results[counts[0] : sum(counts)], results[sum(counts) :]
@@ -250,7 +250,7 @@ def of_sequences(
 def at_full_size(
     name: str, why: str, backward: Any, g: RowSlice, num_outputs: int, counts: tuple[int, int], keys: bool
 ) -> tuple[Any, ...]:
-    """A function's own backward on all rows. The gradients of queries go on sliced, those of ``keys`` if they may."""
+    """Run a function's own backward on all rows. The gradients of queries, and with ``keys`` of keys, stay sliced."""
     note_densified(name, why)
     results = backward(g.dense(), *[None] * (num_outputs - 1))
     sliced = sum(counts) if keys else counts[0]

@@ -1,9 +1,11 @@
-"""Functions of flash-attn 2, known by the name of their class and by what they save.
+"""Functions of flash-attn 2, recognised by the name of their class and by what they save.
 
-The ``kernels`` package loads the same classes from modules whose names it makes up, so the module tells nothing; other
-classes of these names, as those of flash-attn 3, save other things. The functions' own backward runs, on fewer rows or
-sequences: what it asks of its tensors (contiguous in the last dimension, lengths of int32, heads padded to a multiple
-of 8) holds for the kept part of tensors that the forward has saved.
+The module's name is not used: the ``kernels`` package loads the same classes from modules with generated names. Classes
+of the same name that save other things, such as those of flash-attn 3, run at full size.
+
+A rule runs the function's own backward on fewer rows or sequences. The kernel requires a contiguous last dimension,
+int32 lengths, a contiguous log-sum-exp and heads padded to a multiple of 8. The saved tensors fulfil this, and taking
+rows of them keeps it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _ATTENTION = {
     "FlashAttnVarlenKVPackedFunc": (1, 1, ("max_seqlen_q", "max_seqlen_k")),
     "FlashAttnVarlenQKVPackedFunc": (0, 1, ("max_seqlen",)),
 }
-"""How many gradients of queries and of keys each returns, those that join both counted as keys', and its longest."""
+"""Of each function: how many gradients of queries it returns, how many of keys and values, and the names of its longest
+lengths. A gradient of queries, keys and values in one tensor counts as one of keys."""
 
 _OPTIONS = {"dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"}
 _INDEXED = {"IndexFirstAxis", "IndexPutFirstAxis", "IndexFirstAxisResidual"}
@@ -42,7 +45,7 @@ def _named(names: Collection[str]) -> Callable[[type], bool]:
 
 
 def _is_known(options: dict[str, Any], saved: tuple[Any, ...], longest: tuple[str, ...]) -> bool:
-    """Whether a function keeps what flash-attn 2.7 and 2.8 keep: tensors, one length for each name, and options."""
+    """Whether a function saves the tensors and the options that flash-attn 2.8 saves, of fitting shapes."""
     held = {name for name, value in options.items() if isinstance(value, Tensor)}
     if len(saved) != 6 + len(longest) or not all(isinstance(t, Tensor) for t in saved) or not held <= {"alibi_slopes"}:
         return False
@@ -73,7 +76,7 @@ def flash_attention(node: Any, backward: Any, *grads: Any) -> Any:
 
 
 def _own(node: Any, grad: Tensor, num_outputs: int, alibi: Any, *saved: Tensor, **changed: int) -> tuple[Any, ...]:
-    """The results of the function's own backward, which reads no gradient of the log-sum-exp."""
+    """The results of the function's own backward; it does not use the gradient of the log-sum-exp."""
     place = NodeWith(node, saved_tensors=saved, alibi_slopes=alibi, **changed)
     return cast(Any, type(node)).apply(place, grad, *[None] * (num_outputs - 1))
 
@@ -81,7 +84,7 @@ def _own(node: Any, grad: Tensor, num_outputs: int, alibi: Any, *saved: Tensor, 
 def _of_rows(
     node: Any, backward: Any, g: RowSlice, saved: tuple[Tensor, ...], name: str, counts: tuple[int, int], outputs: int
 ) -> Any:
-    """K rows of queries, keys, values, output, log-sum-exp, and of slopes where each row has its own."""
+    """Run the backward on K rows of all operands; of kept tokens, on the rows that hold one."""
     dims = {part.dim for part in g.layout.parts}
     if not dims <= {0, 1}:
         return Densify("the batch is not the first dimension")
@@ -109,7 +112,7 @@ def _of_rows(
         alibi = rows.take(alibi)
     results = _own(node, readable_values(rows.values), outputs, alibi, *map(rows.take, saved[:5]), saved[5])
     sliced = [rows.like(d) for d in results[: sum(counts)]]
-    if tokens is not None:  # the other queries of these rows have no gradient, nor have their keys if cut
+    if tokens is not None:  # other queries of these rows have a gradient of zero; under cut, other keys have none
         some = len(sliced) if cut else counts[0]
         sliced[:some] = [tokens.of_kept(d, 1) for d in sliced[:some]]
     return *sliced, *results[sum(counts) :]
@@ -118,7 +121,7 @@ def _of_rows(
 def _of_packed(
     node: Any, backward: Any, g: RowSlice, saved: tuple[Tensor, ...], name: str, counts: tuple[int, int], outputs: int
 ) -> Any:
-    """Sequences that hold a kept token, with the lengths of these."""
+    """Run the backward on the sequences that hold a kept token."""
     if any(part.dim != 0 for part in g.layout.parts):
         return Densify("the output's gradient is not sliced over packed tokens")
     *operands, state = saved
@@ -146,7 +149,7 @@ def _of_packed(
 
 @function_rule(_named(_INDEXED), positions=True, apart=True)
 def packed_tokens(node: Any, backward: Any, *grads: Any) -> Any:
-    """``bert_padding``: the tokens of an index, taken out of padded rows, and put back among zeros."""
+    """``bert_padding``: it takes the tokens at an index out of padded rows, and puts them back among zeros."""
     name, saved = node._forward_cls.__name__, node.saved_tensors
     size: Any = cast("dict[str, Any]", vars(node)).get("first_axis_dim")
     known = len(saved) == 1 and isinstance(saved[0], Tensor) and saved[0].ndim == 1 and saved[0].dtype == torch.int64
