@@ -262,7 +262,10 @@ def test_a_function_is_known_under_a_generated_module():
 
     def step(take: Take):
         attend = partial(apply, module, "func", causal=True)
-        return gradients(lambda: take(losses_of_tokens(attend, x, w).sum(1), ROWS).mean(), w, flops)
+        with count_flops() as counted:
+            grads = gradients(lambda: take(losses_of_tokens(attend, x, w).sum(1), ROWS).mean(), w, flops)
+        assert not counted.uncounted
+        return grads
 
     report = as_indexed(step, rtol=1e-9)
     assert report.sliced["FlashAttnFunc"] == LAYERS and not report.densified and flops[1] <= 0.27 * flops[0]
