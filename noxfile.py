@@ -200,14 +200,15 @@ def families(session: nox.Session) -> None:
 @nox.session(python=interpreter("3.11"))
 def kernels(session: nox.Session) -> None:
     """Run flash-attn's own Python on the CPU, from its sdist: tools/flash_kernels.py stands in for its CUDA kernels."""
-    session.install(TORCH, *KERNELS, "-e", ".", "-c", "constraints.txt")
+    session.install(TORCH, *KERNELS, "-e", ".[cli]", "-c", "constraints.txt")
     sources = Path(session.virtualenv.location, "sources").resolve()
     if not (sources / FLASH_ATTN).exists():  # pip builds nothing here, but runs the package's setup.py
         options = "--no-deps --no-build-isolation --no-binary :all: --dest".split()
         package = FLASH_ATTN.replace("_", "-").replace("-2", "==2")
         session.run("pip", "download", *options, str(sources), package, env={"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"})
         shutil.unpack_archive(sources / f"{FLASH_ATTN}.tar.gz", sources, filter="data")
-    session.run("pytest", *files("kernels"), *session.posargs, env={"PYTHONPATH": str(sources / FLASH_ATTN)})
+    path = ONE_THREAD | {"PYTHONPATH": str(sources / FLASH_ATTN)}
+    session.run("pytest", *files("kernels"), *session.posargs, env=path)
 
 
 @nox.session(python=interpreter("3.11"))
