@@ -412,6 +412,13 @@ def with_other_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return packed_of(lambda q, k, v: varlen_attn(q, k[first].sin(), v[first], ENDS, ends, T, 1))(q, k, v)
 
 
+def with_keys_of_no_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same, and in front a segment that has a key, but no queries."""
+    first, ends = F.pad(ENDS[:-1].long(), (1, 0)), torch.arange(len(ENDS) + 1, dtype=torch.int32)
+    begins = F.pad(ENDS, (1, 0))
+    return packed_of(lambda q, k, v: varlen_attn(q, k[first].sin(), v[first], begins, ends, T, 1))(q, k, v)
+
+
 SOME = torch.tensor([3, 41, 3, 9, 41, 41, 55])  # among flattened tokens
 FLEXIBLE = {  # what -> (attention, which losses are taken)
     "log-sum-exp": (with_its_log_sum_exp, lambda losses, take: take(losses, KEPT["scattered"])),
@@ -422,6 +429,10 @@ FLEXIBLE = {  # what -> (attention, which losses are taken)
     "tokens in front": (flex_of, lambda losses, take: take(losses.T, KEPT["scattered"].T)),
     "repeats": (flex_of, lambda losses, take: take(losses.flatten(), SOME)),
     "other keys, packed": (with_other_keys, lambda losses, take: take(losses, WHOLE)),
+    "keys of no query, packed": (
+        with_keys_of_no_query,
+        lambda losses, take: take(losses, KEPT["one of each segment"]),
+    ),
     "repeats, packed": (PACKINGS["varlen_attn"], lambda losses, take: take(losses.flatten(), SOME)),
 }
 
@@ -430,7 +441,7 @@ FLEXIBLE = {  # what -> (attention, which losses are taken)
 @pytest.mark.parametrize("name", FLEXIBLE)
 # Red when: a gradient of the log-sum-exp is not handed on, or belongs to other queries; keys that all sequences share
 # are gathered, or the gradients of a group replace those of another one; a repeated token's key counts twice;
-# keys of another packing are gathered as the queries are, or cut.
+# keys of another packing are gathered as the queries are, or cut; lengths of all segments meet those of some.
 def test_other_uses_of_kept_queries(name: str, attention: str):
     attend, taken = FLEXIBLE[name]
     x, w = layers(torch.float64, keys=H)
