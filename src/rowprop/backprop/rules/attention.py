@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.rules.functions import NodeWith
 from rowprop.backprop.rules.registry import function_rule, op_name, rule
 from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.sequences import A_CALL, Group, Packed, attend, packed_of, queries_of
@@ -247,43 +246,9 @@ def of_sequences(
     return *map(at_kept, own), *of_keys, *rest
 
 
-def at_full_size(
-    name: str, why: str, backward: Any, g: RowSlice, num_outputs: int, counts: tuple[int, int], keys: bool
-) -> tuple[Any, ...]:
-    """Run a function's own backward on all rows. The gradients of queries, and with ``keys`` of keys, stay sliced."""
-    note_densified(name, why)
-    results = backward(g.dense(), *[None] * (num_outputs - 1))
-    sliced = sum(counts) if keys else counts[0]
-    return *(sliced_again(d, g.rows, g.layout) for d in results[:sliced]), *results[sliced:]
-
-
 def same_lengths(first: Tensor, second: Tensor) -> bool:
     """Whether queries and keys are packed by one and the same tensor of lengths; its values would have to be read."""
     return first is second or (first.data_ptr() == second.data_ptr() and first.shape == second.shape)
-
-
-@function_rule("torch._library.autograd.GeneratedBackwardFor_torch_attn__varlen_attn_default", positions=True)
-def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
-    """Packed sequences by torch's own function: queries, keys, values, the lengths of both."""
-    g, saved = grads[0], node.saved_tensors
-    query, key, value, *lengths = saved[:5]
-    if type(g) is not RowSlice or any(part.dim != 0 for part in g.layout.parts) or g.shape[0] != query.shape[0]:
-        return Densify("the output's gradient is not sliced over packed tokens")
-    others = [None] * (len(grads) - 1)  # torch's backward reads no gradient of the log-sum-exp
-    if len(saved) == 8:
-
-        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int], _: Any) -> Any:
-            tensors = (*kept[:3], *ends, *kept[3:], saved[7])
-            place = NodeWith(node, saved_tensors=tensors, max_q=longest[0], max_k=longest[1])
-            return cast(Any, type(node)).apply(place, grad, *others)
-
-        found = of_sequences("varlen_attn", g, [query, key, value, *saved[5:7]], lengths, kernel)
-        if found is not None:
-            return found
-    cut = g.rows.attention == "cut" and same_lengths(*lengths) and query.shape[0] == key.shape[0]
-    if cut:
-        note("cut", "varlen_attn")
-    return at_full_size("varlen_attn", ALL, backward, g, len(grads), (1, 2), cut)
 
 
 # --- flex_attention: scores and masks that the user writes as functions of the place in the batch ---------------------

@@ -1,9 +1,10 @@
-"""Functions of flash-attn 2, recognised by the name of their class and by what they save.
+"""Attention kernels that are Python functions: torch's ``varlen_attn``, and functions of flash-attn 2.
 
-The module's name is not used: the ``kernels`` package loads the same classes from modules with generated names. Classes
-of the same name that save other things, such as those of flash-attn 3, run at full size.
+flash-attn's are recognised by the name of their class and by what they save. The module's name is not used: the
+``kernels`` package loads the same classes from modules with generated names. Classes of the same name that save other
+things, such as those of flash-attn 3, run at full size.
 
-A rule runs the function's own backward on fewer rows or sequences. The kernel requires a contiguous last dimension,
+A rule runs the function's own backward on fewer rows or sequences. flash-attn requires a contiguous last dimension,
 int32 lengths, a contiguous log-sum-exp and heads padded to a multiple of 8. The saved tensors fulfil this, and taking
 rows of them keeps it.
 """
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.rules.apply import apply_rule
-from rowprop.backprop.rules.attention import ALL, DROPOUT, at_full_size, of_sequences, readable_values, same_lengths
+from rowprop.backprop.rules.attention import ALL, DROPOUT, of_sequences, readable_values, same_lengths
 from rowprop.backprop.rules.functions import NodeWith
 from rowprop.backprop.rules.indexing import index, index_add
 from rowprop.backprop.rules.registry import RULES, function_rule
 from rowprop.backprop.sequences import queries_of
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, Zeros, whole_rows
-from rowprop.backprop.watch import note
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, Zeros, sliced_again, whole_rows
+from rowprop.backprop.watch import note, note_densified
 
 _ATTENTION = {
     "FlashAttnFunc": (1, 2, ()),
@@ -61,6 +62,40 @@ def _is_known(options: dict[str, Any], saved: tuple[Any, ...], longest: tuple[st
         and logsumexp.shape == of_scores
         and all(length.ndim == 1 and length.dtype == torch.int32 for length in lengths)
     )
+
+
+def at_full_size(
+    name: str, why: str, backward: Any, g: RowSlice, num_outputs: int, counts: tuple[int, int], keys: bool
+) -> tuple[Any, ...]:
+    """Run a function's own backward on all rows. The gradients of queries, and with ``keys`` of keys, stay sliced."""
+    note_densified(name, why)
+    results = backward(g.dense(), *[None] * (num_outputs - 1))
+    sliced = sum(counts) if keys else counts[0]
+    return *(sliced_again(d, g.rows, g.layout) for d in results[:sliced]), *results[sliced:]
+
+
+@function_rule("torch._library.autograd.GeneratedBackwardFor_torch_attn__varlen_attn_default", positions=True)
+def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
+    """Packed sequences by torch's own function: queries, keys, values, the lengths of both."""
+    g, saved = grads[0], node.saved_tensors
+    query, key, value, *lengths = saved[:5]
+    if type(g) is not RowSlice or any(part.dim != 0 for part in g.layout.parts) or g.shape[0] != query.shape[0]:
+        return Densify("the output's gradient is not sliced over packed tokens")
+    others = [None] * (len(grads) - 1)  # torch's backward reads no gradient of the log-sum-exp
+    if len(saved) == 8:
+
+        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int], _: Any) -> Any:
+            tensors = (*kept[:3], *ends, *kept[3:], saved[7])
+            place = NodeWith(node, saved_tensors=tensors, max_q=longest[0], max_k=longest[1])
+            return cast(Any, type(node)).apply(place, grad, *others)
+
+        found = of_sequences("varlen_attn", g, [query, key, value, *saved[5:7]], lengths, kernel)
+        if found is not None:
+            return found
+    cut = g.rows.attention == "cut" and same_lengths(*lengths) and query.shape[0] == key.shape[0]
+    if cut:
+        note("cut", "varlen_attn")
+    return at_full_size("varlen_attn", ALL, backward, g, len(grads), (1, 2), cut)
 
 
 @function_rule(_named(_ATTENTION), positions=True)
