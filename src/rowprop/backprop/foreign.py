@@ -282,7 +282,7 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
     def plainly(g: Any, to: Any) -> Any:
         """One row as a plain tensor, unless it is put among all rows again."""
         rows = None if to is None or to.name().startswith(("AsStrided", "Select")) else _rows_of(g)
-        return g.plain() if rows is not None and rows.lender is not None and rows.lender[2] else g
+        return g.plain() if rows is not None and rows.lender is not None and rows.lender.selected else g
 
     def leave(grads: tuple[Any, ...] = (), _: Any = None) -> tuple[Any, ...]:
         while held:

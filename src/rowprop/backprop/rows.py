@@ -84,6 +84,14 @@ def _once(make: Callable[Concatenate[RowSet, P], T]) -> Callable[Concatenate[Row
     return result
 
 
+class Lender(NamedTuple):
+    """What a copy of some rows was taken from, see Lent."""
+
+    rows: RowSet
+    memory: Layout  # where the rows lie in the flat memory
+    selected: bool  # the copy is one row, without a dimension for it
+
+
 class RowSet:
     """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
 
@@ -101,7 +109,7 @@ class RowSet:
         self.absent: Tensor | None = None  # (K,) bool: rows that fell out, at a place of no meaning; their values are 0
         self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them
         self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these are some of, and their places there
-        self.lender: tuple[RowSet, Layout, bool] | None = None  # of copies, see Lent
+        self.lender: Lender | None = None  # of copies
         self._hook: Hook | None = None
         self.makers: frozenset[Any] = frozenset()  # whose measurement made them: see rowprop.cost.zeros
         self.attention = attention

@@ -15,7 +15,7 @@ from rowprop import native
 from rowprop.backprop.backward import running, unpacks
 from rowprop.backprop.layout import Layout, Part, layout_as, pieces, view
 from rowprop.backprop.recorder import numbers, recorder
-from rowprop.backprop.rows import Affine, NeedsAllRows, RowSet, check_readable, joined, record, wait_for
+from rowprop.backprop.rows import Affine, Lender, NeedsAllRows, RowSet, check_readable, joined, record, wait_for
 from rowprop.backprop.watch import note_densified
 from rowprop.host import waits
 
@@ -287,11 +287,11 @@ class Lent:
     counts as a kept row: the rules tell whether a formula may give a gradient to other rows.
     """
 
-    def __init__(self, held: Tensor, layout: Layout, size: Sequence[int], by: Affine, lender: Any) -> None:
-        """Copy those of ``held``, which views all kept rows, that get numbers; ``lender`` is :attr:`RowSet.lender`."""
-        rows, stay = lender[0].renumbered((lender[0].num_rows,), 0, layout.num_rows, by)
+    def __init__(self, held: Tensor, layout: Layout, size: Sequence[int], by: Affine, lender: Lender) -> None:
+        """Copy those of ``held``, which views all kept rows, that get numbers."""
+        rows, stay = lender.rows.renumbered((lender.rows.num_rows,), 0, layout.num_rows, by)
         self.held, self.rows, self.layout, dim = held, rows, layout, layout.dim
-        self.shape = (1, *size) if lender[2] else size
+        self.shape = (1, *size) if lender.selected else size
         every = stay is None or stay.dtype == torch.bool
         self.stay = torch.arange(held.shape[dim], device=held.device) if every else cast(Tensor, stay)
         self.copy: RowSlice | Zeros = self._with_zeros(held.index_select(dim, self.stay), rows.absent)

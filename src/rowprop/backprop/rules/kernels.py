@@ -11,7 +11,7 @@ rows of them keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -64,7 +64,7 @@ def _is_known(options: dict[str, Any], saved: tuple[Any, ...], longest: tuple[st
     )
 
 
-def at_full_size(
+def _at_full_size(
     name: str, why: str, backward: Any, g: RowSlice, num_outputs: int, counts: tuple[int, int], keys: bool
 ) -> tuple[Any, ...]:
     """Run a function's own backward on all rows. The gradients of queries, and with ``keys`` of keys, stay sliced."""
@@ -74,6 +74,29 @@ def at_full_size(
     return *(sliced_again(d, g.rows, g.layout) for d in results[:sliced]), *results[sliced:]
 
 
+def _own(node: Any, grad: Tensor, num_outputs: int, *saved: Tensor, **changed: Any) -> tuple[Any, ...]:
+    """The results of the function's own backward; it does not use the gradient of the log-sum-exp."""
+    place = NodeWith(node, saved_tensors=saved, **changed)
+    return cast(Any, type(node)).apply(place, grad, *[None] * (num_outputs - 1))
+
+
+def _of_sequences(
+    name: str, backward: Any, g: RowSlice, operands: Sequence[Tensor], lengths: Sequence[Tensor],
+    kernel: Callable[..., Any] | None, why: str, counts: tuple[int, int], num_outputs: int,
+) -> Any:  # fmt: skip
+    """Run ``kernel`` on the sequences that hold a kept token, see :func:`of_sequences`.
+
+    Where it cannot be known which these are, or without a kernel, the function's own backward runs on all.
+    """
+    found = None if kernel is None else of_sequences(name, g, operands, lengths, kernel, counts)
+    if found is not None:
+        return found
+    cut = g.rows.attention == "cut" and same_lengths(*lengths) and operands[0].shape[0] == operands[1].shape[0]
+    if cut:
+        note("cut", name)
+    return _at_full_size(name, why, backward, g, num_outputs, counts, cut)
+
+
 @function_rule("torch._library.autograd.GeneratedBackwardFor_torch_attn__varlen_attn_default", positions=True)
 def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
     """Packed sequences by torch's own function: queries, keys, values, the lengths of both."""
@@ -81,21 +104,13 @@ def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
     query, key, value, *lengths = saved[:5]
     if type(g) is not RowSlice or any(part.dim != 0 for part in g.layout.parts) or g.shape[0] != query.shape[0]:
         return Densify("the output's gradient is not sliced over packed tokens")
-    others = [None] * (len(grads) - 1)  # torch's backward reads no gradient of the log-sum-exp
-    if len(saved) == 8:
 
-        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int], _: Any) -> Any:
-            tensors = (*kept[:3], *ends, *kept[3:], saved[7])
-            place = NodeWith(node, saved_tensors=tensors, max_q=longest[0], max_k=longest[1])
-            return cast(Any, type(node)).apply(place, grad, *others)
+    def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int], _: Any) -> Any:
+        tensors = (*kept[:3], *ends, *kept[3:], saved[7])
+        return _own(node, grad, len(grads), *tensors, max_q=longest[0], max_k=longest[1])
 
-        found = of_sequences("varlen_attn", g, [query, key, value, *saved[5:7]], lengths, kernel)
-        if found is not None:
-            return found
-    cut = g.rows.attention == "cut" and same_lengths(*lengths) and query.shape[0] == key.shape[0]
-    if cut:
-        note("cut", "varlen_attn")
-    return at_full_size("varlen_attn", ALL, backward, g, len(grads), (1, 2), cut)
+    operands, own_kernel = [query, key, value, *saved[5:7]], kernel if len(saved) == 8 else None
+    return _of_sequences("varlen_attn", backward, g, operands, lengths, own_kernel, ALL, (1, 2), len(grads))
 
 
 @function_rule(_named(_ATTENTION), positions=True)
@@ -108,12 +123,6 @@ def flash_attention(node: Any, backward: Any, *grads: Any) -> Any:
     if type(g) is not RowSlice or g.shape[:-1] != saved[0].shape[:-1]:
         return Densify("the output's gradient is not sliced over rows or tokens")
     return (_of_packed if longest else _of_rows)(node, backward, g, saved, name, (own, of_keys), len(grads))
-
-
-def _own(node: Any, grad: Tensor, num_outputs: int, alibi: Any, *saved: Tensor, **changed: int) -> tuple[Any, ...]:
-    """The results of the function's own backward; it does not use the gradient of the log-sum-exp."""
-    place = NodeWith(node, saved_tensors=saved, alibi_slopes=alibi, **changed)
-    return cast(Any, type(node)).apply(place, grad, *[None] * (num_outputs - 1))
 
 
 def _of_rows(
@@ -130,7 +139,7 @@ def _of_rows(
         if cut:
             note("cut", name)
     if node.dropout_p > 0:
-        return at_full_size(name, DROPOUT, backward, g, outputs, counts, cut or 1 not in dims)
+        return _at_full_size(name, DROPOUT, backward, g, outputs, counts, cut or 1 not in dims)
     rows = g
     if 1 in dims and (tokens is not None or g.layout.minor):  # the kernel takes whole rows
         try:
@@ -139,13 +148,14 @@ def _of_rows(
         except NeedsAllRows:
             every = True
         if every:
-            return at_full_size(name, ALL, backward, g, outputs, counts, cut)
+            return _at_full_size(name, ALL, backward, g, outputs, counts, cut)
     if rows.dim != 0:
         return Densify("the batch is not the first dimension")
     alibi = node.alibi_slopes
     if isinstance(alibi, Tensor) and alibi.ndim == 2:
         alibi = rows.take(alibi)
-    results = _own(node, readable_values(rows.values), outputs, alibi, *map(rows.take, saved[:5]), saved[5])
+    kept = [*map(rows.take, saved[:5]), saved[5]]
+    results = _own(node, readable_values(rows.values), outputs, *kept, alibi_slopes=alibi)
     sliced = [rows.like(d) for d in results[: sum(counts)]]
     if tokens is not None:  # other queries of these rows have a gradient of zero; under cut, other keys have none
         some = len(sliced) if cut else counts[0]
@@ -170,16 +180,11 @@ def _of_packed(
         if isinstance(alibi, Tensor) and alibi.ndim == 2 and sequences is not None:
             alibi = alibi.index_select(0, torch.tensor(sequences).to(alibi.device, non_blocking=True))
         changed = dict(zip(names, longest, strict=False))
-        return _own(node, grad, outputs, alibi, *kept, *new[: len(names)], state, **changed)
+        return _own(node, grad, outputs, *kept, *new[: len(names)], state, alibi_slopes=alibi, **changed)
 
-    why = DROPOUT if node.dropout_p > 0 else ALL
-    found = None if why == DROPOUT else of_sequences(name, g, operands, lengths, kernel, counts)
-    if found is not None:
-        return found
-    cut = g.rows.attention == "cut" and same_lengths(*lengths) and saved[0].shape[0] == saved[1].shape[0]
-    if cut:
-        note("cut", name)
-    return at_full_size(name, why, backward, g, outputs, counts, cut)
+    drops = node.dropout_p > 0
+    own_kernel, why = (None, DROPOUT) if drops else (kernel, ALL)
+    return _of_sequences(name, backward, g, operands, lengths, own_kernel, why, counts, outputs)
 
 
 @function_rule(_named(_INDEXED), positions=True, apart=True)

@@ -255,7 +255,7 @@ def zeros(op: Any, g: Any, size: Sequence[int] | None = None, **kwargs: Any) -> 
     if kwargs.get("device") not in (None, source.device):
         return Densify("the zeros live on another device")
     layout, rows = g.layout if size is None or tuple(size) == g.shape else None, g.rows
-    if layout is None and rows.lender is not None and tuple(size or ()) == (rows.lender[1].size,):
+    if layout is None and rows.lender is not None and tuple(size or ()) == (rows.lender.memory.size,):
         rows, layout, _ = rows.lender  # the memory that some rows were copied from, to put them back
     return Zeros(g.shape if size is None else size, kwargs.get("dtype") or source.dtype, source.device, rows, layout)
 

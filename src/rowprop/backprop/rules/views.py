@@ -17,7 +17,7 @@ from rowprop.backprop.rules.apply import end_to_end, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import AT_ONCE, Affine, Densify, Lent, RowSlice, Zeros, filled, whole_rows
+from rowprop.backprop.sliced import AT_ONCE, Affine, Densify, Lender, Lent, RowSlice, Zeros, filled, whole_rows
 from rowprop.host import waits
 
 
@@ -136,7 +136,7 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
     steps = [per_row if d == layout.dim else span * by[0] + by[2] for d, by in enumerate(steps)]
     first = values.storage_offset() + span * begin[0] + begin[2]
     values = values.as_strided(layout.kept_shape(shape, rows.kept), steps, first)
-    lender = rows, Layout(0, num_rows, before, per_row), len(shape) > len(size)
+    lender = Lender(rows, Layout(0, num_rows, before, per_row), selected=len(shape) > len(size))
     return RowSlice(values, rows, layout, size) if parts else Lent(values, layout, size, by, lender)
 
 
@@ -253,7 +253,7 @@ def _taken(size: int, start: int | None, end: int | None, step: int) -> tuple[in
 def select_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, index: int) -> Any:
     """Zeros around one index of a dimension that holds no rows (the selected dimension is not in ``g``)."""
     dim %= len(sizes)
-    if g.rows.lender is not None and g.rows.lender[2] and sizes[dim] == g.rows.lender[0].num_rows:
+    if g.rows.lender is not None and g.rows.lender.selected and sizes[dim] == g.rows.lender.rows.num_rows:
         rows = g.rows.derived(torch.full((1,), index % sizes[dim], device=g.values.device), sizes[dim], unique=True)
         return RowSlice(g.dense().unsqueeze(dim), rows, Layout(dim, sizes[dim]), sizes)
     one = unsqueeze(op, g, dim)
