@@ -22,6 +22,7 @@ from rowprop.backprop import backward, foreign, sliced
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rows import RowSet
+from rowprop.backprop.rules import views
 
 N = 16
 
@@ -80,6 +81,23 @@ def test_no_more_than_the_last_two_gathers_hold_memory():
         held.append(weakref.ref(tensor))
         del tensor
     assert [source() is not None for source in held] == [False, False, True, True]
+
+
+def test_a_copy_of_some_rows_takes_back_a_gradient_of_its_own_rows_alone():
+    # Red where other rows, or the same rows in another dimension, are taken for those of the copy; where native
+    # dispatch, whose key does not hold the memory that was copied from, gets these rows.
+    memory = RowSet(torch.tensor([1, 4]), 6, unique=True, batchnorm=None)
+    base = sliced.RowSlice(torch.randn(2, 4), memory, Layout(0, 6), (6, 4))
+    before = base.values.clone()
+    lent: Any = views.as_strided(torch.ops.aten.as_strided.default, base, (4, 4), (4, 1), 4)  # rows 1, 2, 3 and 4
+    copy: Any = lent.copy
+    assert copy.rows.index.tolist() == [0, 3] and copy.rows.native is None
+    others = RowSet(torch.tensor([1, 2]), 4, unique=True, batchnorm=None)
+    assert not lent.write_back(sliced.RowSlice(copy.values, others, copy.layout, copy.shape), base)
+    assert not lent.write_back(sliced.RowSlice(copy.values.T, copy.rows, Layout(1, 4), copy.shape), base)
+    assert torch.equal(base.values, before)
+    assert lent.write_back(copy.like(2 * copy.values), base)
+    assert torch.equal(base.values, 2 * before)
 
 
 @pytest.mark.parametrize("refill", [of_numpy, of_data])

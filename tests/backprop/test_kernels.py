@@ -148,6 +148,21 @@ def test_what_the_kernels_ask_for_in_other_dtypes(name: str, dtype: torch.dtype)
     assert not as_indexed(step, rtol=0.1, atol=0.1).densified
 
 
+def test_a_gradient_that_begins_anywhere_is_copied():
+    # Red without the copy: the output lies behind another number, so its gradient begins 8 bytes into a wider one.
+    x, (w, _) = layers()
+
+    def losses(take: Take) -> Tensor:
+        heads = (x @ w).unflatten(2, (3 * H, D)).split(H, 2)
+        out = call("func", *heads)
+        if take is indexed:
+            out.register_hook(Tensor.clone)  # plain indexing hands on the wider gradient, too
+        return torch.cat([x[..., :1], out.flatten(2), x[..., :1]], 2).square().sum((1, 2))
+
+    report = as_indexed(lambda take: gradients(lambda: take(losses(take), ROWS).sum(), [w]), rtol=1e-9)
+    assert report.sliced["FlashAttnFunc"] == 1
+
+
 PLACES = torch.arange(N * T).view(N, T)
 BEGINS = ENDS[:-1].long()
 SEQUENCE = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).view(N, T)
