@@ -257,6 +257,23 @@ def test_dropout_runs_at_full_size_and_says_why(name: str, tokens: bool):
         assert list(report.densified) == [FUNCTIONS[name]]
 
 
+def test_keys_of_another_packing_are_not_cut_at_full_size():
+    # Red without the look at the lengths: as many keys as queries are taken for the same tokens.
+    from flash_attn import flash_attn_interface as interface
+
+    x, (w, _) = layers()
+    ends, of_keys = ENDS, ends_of(LENGTHS[::-1])
+
+    def step(take: Take):
+        torch.manual_seed(3)
+        heads = (x.flatten(0, 1) @ w).unflatten(1, (3 * H, D)).split(H, 1)
+        out = interface.flash_attn_varlen_func(*heads, ends, of_keys, T, T, dropout_p=0.4)
+        return gradients(lambda: take(out.flatten(1).square().sum(1).view(N, T), KEPT["scattered"]).sum(), [w])
+
+    report = as_indexed(step, rtol=1e-9, atol=1e-12, attention="cut")
+    assert not report.cut and "dropout" in report.densified["FlashAttnVarlenFunc"].reason
+
+
 def loaded_as(name: str) -> Any:
     """The interface as the ``kernels`` package loads it: a module and a namespace of ops of a generated name."""
     text = flash_kernels.source("flash_attn_interface.py").read_text()
