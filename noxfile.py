@@ -183,6 +183,8 @@ def waits(session: nox.Session) -> None:
 def families(session: nox.Session) -> None:
     """Check models of torchvision, timm and transformers, and functions of others; `-- --page` writes the page.
 
+    The models run a second time as on a device that the host waits for. ROWPROP_THOROUGH=1 compiles every decoder.
+
     `-- --all` checks every class of five of transformers' auto mappings: about 25 minutes.
     """
     # An environment of their own: PyPI's torchvision is built for CUDA, and breaks other packages' imports.
@@ -192,9 +194,10 @@ def families(session: nox.Session) -> None:
     elif session.posargs[:1] == ["--all"]:
         session.run("python", "-W", "ignore", "tools/transformers_all.py", *session.posargs[1:], env=ONE_THREAD)
     else:  # Triton's interpreter runs Liger's kernels on the CPU
-        session.run(
-            "pytest", *files("families liger float8 bitsandbytes"), *session.posargs, env={"TRITON_INTERPRET": "1"}
-        )
+        tests = files("families liger float8 bitsandbytes")
+        session.run("pytest", *tests, *session.posargs, env={"TRITON_INTERPRET": "1"})
+        if not session.posargs:
+            session.run("pytest", *files("families"), "--as-accelerator", "-k", "plain_indexing or reaches")
 
 
 @nox.session(python=interpreter("3.11"))
@@ -266,7 +269,7 @@ def jax(session: nox.Session) -> None:
     session.install("--force-reinstall", "--no-deps", *map(str, wheels.glob("*.whl")))
     session.install("rowprop-jax", *JAX, "-c", "constraints.txt")
     session.run("pyright")
-    session.run("pytest", "-n", "2", "tests", "--pyargs", "rowprop_jax", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "-n", "auto", "tests", "--pyargs", "rowprop_jax", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

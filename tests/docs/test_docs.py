@@ -307,9 +307,7 @@ def sessions():
 def test_the_workflow_runs_what_the_script_runs():
     # Red with a command in one of the two alone.
     script = (ROOT / ".ci/run").read_text().partition("export CI=true\n")[2]
-    together = re.findall(r"^together (.*)$", script, re.MULTILINE)
-    commands = re.findall(r"^((?:scripts|nox) ?.*)$", script, re.MULTILINE)
-    commands += [each for line in together for part in re.findall(r"'([^']*)'", line) for each in part.split(" && ")]
+    commands = [line.partition(" && rm ")[0] for line in re.findall(r"^(?:scripts|nox) ?.*$", script, re.MULTILINE)]
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     assert sorted(re.findall(r"^          - (.*)$", workflow, re.MULTILINE)) == sorted(commands)
 

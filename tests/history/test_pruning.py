@@ -290,7 +290,7 @@ def test_a_killed_training_ends_as_if_it_had_not_been(workers: int, tmp_path: Pa
     assert {weight > 0.4 for step in whole.trace for weight in step[2]} == {False, True}  # some stand in
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     num_rows=st.integers(20, 40),
     size=st.integers(1, 4),
