@@ -25,7 +25,7 @@ TORCH = f"torch=={PINNED['torch']}"
 CORE = "pick rules step zoo tokens thinning compiled distributed programs"
 """The tests of the backward, which run on every torch."""
 ON_A_DEVICE = """accelerator batch cuda_rules custom_code engines history laws library_functions model opinfo pick
-programs pruning recurrent repeats rules scores selectors step step_parts streams thinning thinning_tokens tokens verify
+programs recurrent repeats rules scores selectors step step_parts streams thinning thinning_tokens tokens verify
 zeros zoo"""
 """The tests whose outcome a device can change."""
 NATIVE = "native backward batchnorm custom_code graphs pick recurrent repeats rules streams tokens zeros"
@@ -130,7 +130,7 @@ def audit(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def hostile(session: nox.Session) -> None:
-    """Give bad values of every kind to every public callable and every command: about 5 minutes."""
+    """Give bad values of every kind to every public callable and every command: about ten minutes."""
     session.run(sys.executable, "tools/hostile.py", *session.posargs, env=ONE_THREAD)
 
 

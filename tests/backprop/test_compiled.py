@@ -159,7 +159,9 @@ def compare(model, batch, rows, take=rowprop.pick, plain=indexed, losses=losses_
     return report
 
 
-@pytest.mark.parametrize("name", MODELS if THOROUGH else ["time first", "causal", "rows last", "class token", "two regions"])
+@pytest.mark.parametrize(
+    "name", MODELS if THOROUGH else ["time first", "causal", "rows last", "class token", "two regions"]
+)
 def test_any_number_of_rows_of_a_batch_of_any_size(name):
     make, batch_of = MODELS[name]
     model = compile_model(make())
