@@ -21,8 +21,7 @@ that little is padded.
 
 With `--compile` each layer is compiled for any length: by Inductor for `full` and `infobatch`, by `backend="rowprop"`
 for the others. Steps that wait for a compiler are beside the clock; a table of their own tells their seconds, with
-those of the C++ compiler. Counted steps and tests run uncompiled. A compiled layer sums its weight gradients over all
-pairs of rows and tokens, so `thinned` draws no pairs in the counted steps either.
+those of the C++ compiler. Counted steps and tests run uncompiled.
 
 It needs the packages of `nox -s integrations` and Debian's `wordnet-base`: run it with
 `.nox/integrations/bin/python`. The C library gives large tensors back when they are freed, and each step pays for new
@@ -243,8 +242,6 @@ class Method:
         self.handle: Any = None
         if "thinned" in name:
             self.handle = rowprop.thin(model, tau=args.tau, generator=self.generator)
-            if args.compile:
-                self.handle._pairs = None
         self.sampler = None
         if "infobatch" in name:
             history = LossHistory(args.rows)
@@ -487,23 +484,20 @@ def table(seeds: Seeds, epochs: int) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "| method | epoch | accuracy, % | time, of full's | FLOPs, of full's | rows | kept, top first | pairs |",
+        "| method | epoch | accuracy, % | time, of full's | FLOPs, of full's | rows | kept, top first |",
     ]
-    lines += ["|---|---:|---:|---:|---:|---:|---|---:|"]
+    lines += ["|---|---:|---:|---:|---:|---:|---|"]
     for name, runs in trained.items():
         for epoch in range(epochs):
             each = [run[name][epoch] for run in runs]
             records = [record for found in each for record in found.records]
             blocks = [key for key in (records or [{}])[0] if key.startswith("thin/keep/")]
-            kept, pairs = (
-                " ".join(f"{statistics.fmean(record[key] for record in records):.2f}" for key in keys if records)
-                for keys in (blocks, ["thin/pairs"])
-            )
+            kept = " ".join(f"{statistics.fmean(record[key] for record in records):.2f}" for key in blocks)
             cells = [
                 f"`{name}`", str(epoch + 1), told((found.accuracy for found in each), 2, 100),
                 told((ratio(run, name, Epoch.total_s, epoch=epoch) for run in runs), 3),
                 told((ratio(run, name, Epoch.total_flops, epoch=epoch) for run in runs), 3),
-                f"{statistics.fmean(found.rows for found in each):,.0f}", kept, pairs,
+                f"{statistics.fmean(found.rows for found in each):,.0f}", kept,
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     compiling = {name: [sum(e.compiling_s for e in run[name]) for run in runs] for name, runs in trained.items()}
@@ -515,8 +509,7 @@ def table(seeds: Seeds, epochs: int) -> str:
             lines.append(f"| `{name}` | {told(compiling[name], 1)} | {told(times, 3)} | {saved(times, flops[name])} |")
     lines += [
         "",
-        "Extra passes are steps in which `thinned` measures weight gradients; time and FLOPs hold them. Kept are rows; "
-        "pairs are the share left of the FLOPs of weight gradients over (row, token) pairs.",
+        "Extra passes are steps in which `thinned` measures weight gradients; time and FLOPs hold them. Kept are rows.",
     ]
     full = [epoch for run in seeds.values() for epoch in run.get("full", [])]
     if full:

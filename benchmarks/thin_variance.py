@@ -10,8 +10,7 @@ first step on. Beside the ratio stand, over the true one, the ratio that the han
 alone predict. Rows kept are the mean over the blocks.
 
 `--models MiniLM` measures the fine-tuning of `thin_finetune.py`, in steps of its first epochs; it needs the packages
-that this one names. Its weight gradients are thinned as well, over pairs, with a bound of their own: the last column is
-the ratio with both, which may be twice `tau`. The other columns leave the pairs whole.
+that this one names.
 """
 
 from __future__ import annotations
@@ -205,7 +204,6 @@ class Point:
         predicted: The same without the correction.
         keep: Mean share of rows over the blocks.
         loss: Of the batches measured.
-        both: The true ratio with thinned pairs too; None where none are thinned.
     """
 
     model: str
@@ -218,7 +216,6 @@ class Point:
     predicted: float
     keep: float
     loss: float
-    both: float | None = None
 
 
 @dataclass
@@ -226,7 +223,6 @@ class Window:
     """The sums over the steps of one point."""
 
     added: list[float] = field(default_factory=list[float])
-    both: list[float] = field(default_factory=list[float])
     apart: list[float] = field(default_factory=list[float])
     reported: list[float] = field(default_factory=list[float])
     predicted: list[float] = field(default_factory=list[float])
@@ -235,9 +231,8 @@ class Window:
 
     def measure(self, model: nn.Module, handle: rowprop.thinning.Thinning, task: Task | Glosses, seed: int) -> None:
         """Measure both variances of some batches with the shares that the handle uses now, and what it reports."""
-        control, pairs = handle._control, handle._pairs
+        control = handle._control
         state = handle.state_dict()
-        thinned = pairs is not None and any(share.drawn for share in pairs.shares.values())
         exact: list[Tensor] = []
 
         def distance(batch: tuple[Tensor, ...], seed: int) -> float:
@@ -252,23 +247,17 @@ class Window:
             exact.append(found)
             self.loss.append(mean_loss)
             draws: list[float] = []
-            handle._pairs = None
             for _ in range(DRAWS):
                 draws.append(distance(batch, each))
                 self.reported.append(handle.record.ratio)
                 self.predicted.append(handle.record.ratio / handle._control.correction)
                 self.keep.append(fmean(handle.record.keep.values()))
             self.added.append(fmean(draws))
-            handle._pairs = pairs
-            if thinned:
-                self.both.append(distance(batch, each))
         handle._control = control.restored(state["control"])
-        if pairs is not None:
-            handle._pairs = pairs.restored(state["pairs"])
         mean = torch.stack(exact).mean(0)
         self.apart += [float((each - mean).double().square().sum()) * BATCHES / (BATCHES - 1) for each in exact]
 
-    def result(self) -> dict[str, float | None]:
+    def result(self) -> dict[str, float]:
         """The numbers of a :class:`Point`."""
         true = fmean(self.added) / fmean(self.apart)
         off = [a - true * b for a, b in zip(self.added, self.apart, strict=True)]  # the error of a ratio
@@ -279,7 +268,6 @@ class Window:
             "predicted": fmean(self.predicted),
             "keep": fmean(self.keep),
             "loss": fmean(self.loss),
-            "both": fmean(self.both) / fmean(self.apart) if len(self.both) == len(self.apart) else None,
         }
 
 
@@ -313,14 +301,13 @@ def train(name: str, tau: float, seed: int, points: tuple[int, ...], rows: int, 
 def table(points: list[Point]) -> str:
     """The points as Markdown."""
     lines = [
-        "| network | tau | step | loss | rows kept | true ratio | over tau | reported | predicted | with pairs |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| network | tau | step | loss | rows kept | true ratio | over tau | reported | predicted |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for p in points:
         lines.append(
             f"| {p.model} | {p.tau:g} | {p.step} | {p.loss:.2f} | {p.keep:.2f} | {p.true:.4f} +- {100 * p.error:.0f} % "
-            f"| {p.true / p.tau:.2f} | {p.reported / max(p.true, 1e-12):.2f} | {p.predicted / max(p.true, 1e-12):.2f} "
-            f"| {'' if p.both is None else f'{p.both / p.tau:.2f}'} |"
+            f"| {p.true / p.tau:.2f} | {p.reported / max(p.true, 1e-12):.2f} | {p.predicted / max(p.true, 1e-12):.2f} |"
         )
     return "\n".join(lines)
 

@@ -274,9 +274,8 @@ def test_a_hook_of_the_rows_is_asked_though_it_came_after_the_gradient():
     asked = list[str]()
 
     class Asked(Hook):
-        def weight_gradient(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        def measure_product(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> None:
             asked.append("")
-            return dz, x
 
     for hooked in (False, False, False, True):
         rows = rows_of(0, 3)

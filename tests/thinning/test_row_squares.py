@@ -42,7 +42,7 @@ def told(
 def chosen(g: RowSlice, choose: Any) -> RowSlice:
     """The rows that a choice keeps."""
     kept = choose()
-    return g if kept is None else thinned(g, *kept, None)
+    return g if kept is None else thinned(g, *kept)
 
 
 def told_once(out: Tensor, layout: Layout, v: Tensor, choose: Any = None) -> Tensor:

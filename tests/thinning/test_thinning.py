@@ -26,11 +26,11 @@ from rowprop.backprop.rules.apply import unite
 from rowprop.backprop.sliced import RowSet, RowSlice, gather_plain, rows_apart
 from rowprop.errors import InvalidInput
 from rowprop.thinning.blocks import blocks_of
-from rowprop.thinning.draw import added_variance, floored, inclusion, needed, systematic, variances
+from rowprop.thinning.draw import floored, inclusion, systematic, variances
 from rowprop.thinning.drawn import Drawn, drawn_rows
 from rowprop.thinning.handle import ThinRecord, _rows_in
 from rowprop.thinning.worth import Work
-from thinning_models import BATCHNORM, MODELS, ROWS, Residual, bisected, capped, compared, gradient, spread, step
+from thinning_models import BATCHNORM, MODELS, ROWS, Residual, capped, compared, gradient, spread, step
 from zoo import Net
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
@@ -83,20 +83,6 @@ def test_rounding_never_draws_a_row_twice_or_one_that_is_not_there():
             places = systematic(inclusion(torch.ones(size), size - 1) * (1 + 1e-15), size - 1, offset)
             assert places.unique().numel() == size - 1 and int(places.max()) < size
     assert systematic(torch.tensor([1.0, 1.0, 1e-30]).double(), 2, 1 - 1e-9).tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("share", [0.01, 0.2, 2.0])
-@pytest.mark.parametrize("name", ["even", "uneven", "zeros"])
-def test_the_rows_needed_add_just_the_variance_allowed(name: str, share: float):
-    # The count by bisection over c, with the variance by its formula. Red with ``squares`` left out of the scale.
-    norms = NORMS[name].double()
-    allowed = share * norms.square().sum()
-    c = bisected(lambda c: float(allowed) - spread(norms, (norms * c).clamp(max=1)))
-    found = float(needed(norms, allowed))
-    assert found == pytest.approx(float((norms * c).clamp(max=1).sum()), rel=1e-6)
-    if (count := max(1, round(found))) < 7:
-        p = inclusion(norms, count)
-        assert float(added_variance(norms, p)) == pytest.approx(spread(norms, p), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -171,16 +157,16 @@ def rows_of(index: list[int] | range, num_rows: int = 6) -> RowSet:
 
 
 def test_what_is_made_of_drawn_rows_keeps_what_is_known_of_them():
-    # Red where ``moved`` forgets the pairs or who measures, where it does not take the weights at the places, and where
+    # Red where ``moved`` forgets who measures, where it does not take the weights at the places, and where
     # a union of known and unknown weights has weights.
     base = rows_of(range(6))
-    drawn = drawn_rows(base, torch.tensor([1, 4]), torch.tensor([2.0, 3.0]), lambda *_: None)
+    drawn = drawn_rows(base, torch.tensor([1, 4]), torch.tensor([2.0, 3.0]))
     tokens, routed = drawn.spread(2), drawn.derived(torch.tensor([0]), 9, unique=True)
     for rows, weights in ((drawn, [2, 3]), (tokens, [2, 2, 3, 3])):
         assert rows.stands_for()[0] is base and rows.stands_for()[1].tolist() == weights
     assert routed.stands_for() == (base, None)
     for rows in (tokens, routed):
-        assert rows.hook.pairs is drawn.hook.pairs and rows.hook.measures is drawn.hook.measures
+        assert rows.hook.measures is drawn.hook.measures
     again = drawn_rows(drawn, torch.tensor([1]), torch.tensor([4.0]))
     assert again.stands_for()[0] is base and again.stands_for()[1].tolist() == [12]
     assert again.hook.tensors() == (again.hook.weights,)  # for streams

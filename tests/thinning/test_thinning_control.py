@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rowprop.errors import InvalidInput
-from rowprop.thinning.control import RENEWED_AFTER, SHARES, WIDEST, Control, Seen, carried, count_of, moved
+from rowprop.thinning.control import RENEWED_AFTER, SHARES, WIDEST, Control, Seen, carried, count_of
 from rowprop.thinning.draw import variances
 from thinning_models import capped, spread
 
@@ -200,7 +200,6 @@ def test_the_correction_is_a_quotient_of_means_that_forget():
     control.learn(1e30, 1.0, 0.1)
     assert control.correction == WIDEST and control.allowed() == 0.1 / WIDEST
     assert Control(None, 0.1, added=1e-30, predicted=1.0).correction == 1 / WIDEST
-    assert (moved(1.0, 1e9, 1), moved(1.0, 1e-9, 1)) == pytest.approx((WIDEST, 1 / WIDEST))
 
 
 def test_a_state_holds_all():

@@ -42,12 +42,8 @@ class Hook:
         """The tensors that it holds, for the streams that they are used on."""
         return ()
 
-    def weight_gradient(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """A weight gradient is about to be summed over the lines of two factors (P, a) and (P, b).
-
-        ``layout`` tells where the rows lie in the lines. Returns the factors to sum over, which may have fewer lines.
-        """
-        return dz, x
+    def measure_product(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> None:
+        """Called with the factors (P, a) and (P, b) of a weight gradient; ``layout`` is that of the rows in P."""
 
     def measure_convolution(
         self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor, weight: Tensor, rest: Sequence[Any]

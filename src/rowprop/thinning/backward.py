@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,7 +17,6 @@ from rowprop.host import mark, reach, waits
 from rowprop.thinning.control import SHARES, Control, Seen, carried, carry, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
 from rowprop.thinning.drawn import Drawn, norms_of_rows
-from rowprop.thinning.weights import Pairs, Product
 from rowprop.thinning.worth import Worth
 
 MULTIPLE = 8  # a device's kernels are tuned per shape: there K is a multiple of this
@@ -33,7 +31,6 @@ class ThinnedBackward:
 
     control: Control
     worth: Worth
-    pairs: Pairs | None  # None where all pairs of weight gradients stay
     uniform: Callable[[], float]  # draws a number from [0, 1)
     late: bool = False  # the host would wait for numbers of the device
     # For each forward the rows with which it came to the first block. Sequences are counted apart from the tokens that
@@ -41,15 +38,12 @@ class ThinnedBackward:
     rows: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     nonzero: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])  # ``keep`` is a share of it
     seen: dict[str, list[Seen]] = field(default_factory=dict[str, list[Seen]])
-    products: dict[str, list[Product]] = field(default_factory=dict[str, list[Product]])
     excess: Tensor | None = None  # for each row what a supposed draw adds, over the square of its gradient
     predicted: list[Tensor] = field(default_factory=list[Tensor])  # for each block what it adds, and sum of squares
     # For some rows the squared norms of their parts of the weight gradients, summed over these, (K,); apart for those
     # before and after ``excess`` was set.
     squares: dict[tuple[RowSet, Tensor | None], Tensor] = field(default_factory=dict[Any, Tensor])
     hooks: list[Drawn] = field(default_factory=list[Drawn])  # of rows whose weight gradients are measured
-    _block: str = ""
-    _counts: Counter[str] = field(default_factory=Counter[str])
     _weighed: bool = False
     _host: Tensor | None = None
     _sent: Any = 0.0
@@ -75,7 +69,7 @@ class ThinnedBackward:
         if mixes:
             norms = floored(norms)
         arrived = kept = norms.numel()
-        self._block, self.late = place, waits(norms)
+        self.late = waits(norms)
         first = self._first(self.rows, (forward, g.rows.num_rows), arrived)
         share = self.worth.share(place, self.control.share)
         if self.supposes:
@@ -105,17 +99,6 @@ class ThinnedBackward:
         if self.excess is not None and self.excess.shape == norms.shape:
             squares = norms.double().square()
             self.predicted.append(torch.stack([(self.excess * squares).sum(), squares.sum()]))
-
-    def draw_pairs(self, dz: Tensor, x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Draw the pairs that a weight gradient below a block is summed over; None if all stay."""
-        assert self.pairs is not None
-        # The graph gives the products of a model the same order in each backward, and blocks that keep all count, too.
-        self._counts[self._block] += 1
-        name = f"{self._block}/{self._counts[self._block]}"
-        chosen, product = self.pairs.draw(name, dz, x, weights, MULTIPLE if waits(dz) else 1, self.uniform)
-        if product is not None:
-            self.products.setdefault(name, []).append(product)
-        return chosen
 
     def measure(self, rows: RowSet, squares: Tensor) -> None:
         """Take note of the squared norms of the rows' parts of a weight gradient, (K,)."""
@@ -170,9 +153,8 @@ class ThinnedBackward:
         predicted = [next(numbers) / (next(numbers) or 1.0) for _ in self.predicted]
         return added, between, fmean(predicted) if predicted else carried(self.seen)
 
-    def _measured(self) -> list[Seen | Product]:
-        every = chain.from_iterable([*self.seen.values(), *self.products.values()])
-        return [one for one in every if one.numbers is not None]
+    def _measured(self) -> list[Seen]:
+        return [one for one in chain.from_iterable(self.seen.values()) if one.numbers is not None]
 
 
 def _sums(norms: Tensor, weights: Tensor | None, p: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from math import ceil, exp, isfinite, log
+from math import ceil, isfinite
 from typing import Any, Literal
 
 from torch import Tensor
@@ -280,12 +280,6 @@ def carried(seen: Mapping[str, list[Seen]]) -> float:
     return sum(added / total if total else 0.0 for added, total in found) / (len(found) or 1)
 
 
-def moved(factor: float, seen: float, times: int) -> float:
-    """A factor after so many measurements, of which the last one saw ``seen``: a mean in the log, that forgets."""
-    here, before = max(-log(WIDEST), min(log(WIDEST), log(seen))), log(factor)
-    return exp(before + (here - before) * gain(times))
-
-
 def gain(times: int) -> float:
     """The share of the last one of so many numbers in a mean that forgets, and the slower the more there were."""
     return (times + 0.5) ** -0.4 if times > 1 else 1.0
@@ -297,7 +291,7 @@ def one_in(every: int, number: int) -> bool:
 
 
 def count_of(share: float, rows: int, step: int) -> int:
-    """How many rows, or pairs, a share of them is, in steps of ``step``; at least 1."""
+    """How many rows a share of them is, in steps of ``step``; at least 1."""
     return step * max(1, ceil(share * rows / step - 1e-9))
 
 

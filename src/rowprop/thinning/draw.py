@@ -60,17 +60,6 @@ def added_variance(norms: Tensor, p: Tensor) -> Tensor:
     return (_finite(norms).square() * (1 - p) / p).sum()
 
 
-def needed(norms: Tensor, variance: Tensor) -> Tensor:
-    """How many rows, in [0, A] and not rounded, have to be kept so that no more than a variance is added, both 0-d."""
-    ordered = _finite(norms).sort().values
-    rest, squares = ordered.cumsum(0), ordered.square().cumsum(0)
-    # If the m largest rows are kept for sure, c = rest / (variance + squares of the others) adds this variance. The
-    # least m counts for which the next row need not be kept for sure.
-    scale = rest / (variance.clamp(min=0) + squares)
-    last = _last(ordered * scale <= 1)
-    return norms.numel() - 1 - last + rest.take(last) * scale.take(last)
-
-
 def variances(norms: Tensor, shares: tuple[float, ...]) -> Tensor:
     """The variances that keeping each of several shares of the rows would add, (len(shares),)."""
     sizes = _finite(norms).sort(descending=True).values

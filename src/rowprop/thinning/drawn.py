@@ -13,15 +13,11 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rows import Hook, NeedsAllRows, RowSet
 from rowprop.backprop.rules.norms import in_one_format, saved, statistics
 from rowprop.backprop.rules.rowlocal import Call
-from rowprop.backprop.sliced import RowSlice, along_rows, gather_plain, of_lines, rows_apart
+from rowprop.backprop.sliced import RowSlice, along_rows, gather_plain, rows_apart
 from rowprop.thinning.squares import norms_over, of_convolution, of_product, wide_type
 
 # Takes the rows that a weight gradient is summed over, and for each the square of its part's norm, (K,).
 Measure = Callable[[RowSet, Tensor], None]
-# Draws the (row, token) pairs that a weight gradient is summed over, by its two factors (P, a) and (P, b), and by the
-# factors that the pairs were multiplied by already, (P,), None for 1. It returns the places of the pairs (M,), in
-# order, and the factors to multiply them by (M,); None keeps all.
-DrawPairs = Callable[[Tensor, Tensor, "Tensor | None"], "tuple[Tensor, Tensor] | None"]
 
 
 @dataclass(eq=False)
@@ -32,12 +28,11 @@ class Drawn(Hook):
     measures: list[Measure] = field(default_factory=list[Measure])
     base: RowSet | None = None  # the rows that these were drawn from; None if none were drawn
     weights: Tensor | None = None  # the rows were multiplied by them, (K,); None: by 1, or, if drawn, not known
-    pairs: DrawPairs | None = None  # draws the pairs that weight gradients are summed over
 
     def moved(self, places: Tensor | None) -> Drawn:
         """What is made of a row has the row's weight; of rows that were routed elsewhere the weights are not known."""
         weights = None if places is None or self.weights is None else self.weights[places]
-        return Drawn(self.measures, self.base, weights, self.pairs)
+        return Drawn(self.measures, self.base, weights)
 
     def united(self, union: RowSet, places: Mapping[RowSet, Tensor]) -> Drawn:
         """A row of the union has weights whose expectation is 1, as those of the sets have."""
@@ -51,7 +46,7 @@ class Drawn(Hook):
             for rows, (_, weights) in stand.items():
                 own = known.new_ones(rows.kept) if weights is None else weights
                 together.index_add_(0, places[rows], own * (rows.kept / every))
-        return Drawn(self.measures, base, together, self.pairs)
+        return Drawn(self.measures, base, together)
 
     def stands_for(self, rows: RowSet) -> tuple[RowSet, Tensor | None]:
         """The rows that these were drawn from."""
@@ -61,21 +56,7 @@ class Drawn(Hook):
         """The weights."""
         return () if self.weights is None else (self.weights,)
 
-    def weight_gradient(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Measure, and draw the pairs that the sum is over."""
-        self.measure(rows, layout, dz, x)
-        if self.pairs is None:
-            return dz, x
-        weights = None if self.weights is None else of_lines(self.weights, layout.compact(rows.kept))
-        drawn = self.pairs(dz, x, weights)
-        if drawn is None:
-            return dz, x
-        places, factors = drawn[0], drawn[1].unsqueeze(1)
-        some = dz.index_select(0, places)
-        some = some.mul_(factors.to(some.dtype)) if some.dtype == wide_type(some) else _times(some, factors)
-        return some, x.index_select(0, places)
-
-    def measure(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> None:
+    def measure_product(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> None:
         """Find each row's square."""
         if self.measures and _are_rows(rows, layout, dz, x):
             within = layout.compact(rows.kept)
@@ -115,7 +96,7 @@ class Drawn(Hook):
             measure(rows, result)
 
 
-def drawn_rows(rows: RowSet, places: Tensor, weights: Tensor, pairs: DrawPairs | None = None) -> RowSet:
+def drawn_rows(rows: RowSet, places: Tensor, weights: Tensor) -> RowSet:
     """Some of the rows, which stand for all of them by these weights, (K,)."""
     some = rows.some(places)
     some.hook = hook = cast("Drawn | None", some.hook) or Drawn()
@@ -123,13 +104,12 @@ def drawn_rows(rows: RowSet, places: Tensor, weights: Tensor, pairs: DrawPairs |
         hook.base, hook.weights = rows, weights
     elif hook.weights is not None:
         hook.weights = hook.weights * weights
-    hook.pairs = pairs
     return some
 
 
-def thinned(g: RowSlice, places: Tensor, weights: Tensor, pairs: DrawPairs | None) -> RowSlice:
+def thinned(g: RowSlice, places: Tensor, weights: Tensor) -> RowSlice:
     """The rows of a gradient at these places (K,), in order, multiplied by the weights (K,)."""
-    rows = drawn_rows(g.rows, places, weights, pairs)
+    rows = drawn_rows(g.rows, places, weights)
     values = gather_plain(g.values, places, g.layout.compact(g.rows.kept))
     values = _times(values, along_rows(weights, g.layout.compact(rows.kept), values.ndim))
     return RowSlice(values, rows, g.layout, g.shape)

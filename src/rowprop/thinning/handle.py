@@ -29,11 +29,10 @@ from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.control import OWNER, Control, carried
 from rowprop.thinning.drawn import thinned
-from rowprop.thinning.weights import Pairs, share_of
 from rowprop.thinning.worth import Work, Worth
 
 BEHIND = 2  # backwards after which the numbers of one are read off a device: they are there by then, so nobody waits
-VERSION = 3  # of the saved state
+VERSION = 4  # of the saved state
 _handles = count()  # numbers the handles of this process: draws at blocks of one model must not depend on each other
 
 
@@ -50,16 +49,15 @@ def thin(
 
     On the gradient's way back, after each block, rows are drawn with probabilities in proportion to the norms of their
     gradients, and divided by their probabilities. The others leave the gradient, so the blocks below cost the drawn
-    rows, in every op that treats rows alike. Large weight gradients of linear layers, sums over pairs of a row and a
-    token, are summed over pairs that are drawn likewise. The training loop stays as it is. The handle that comes back
-    tells of the last backward by ``record``, gives exact gradients by ``paused()``, and ends it by ``remove()``.
+    rows, in every op that treats rows alike. The training loop stays as it is. The handle that comes back reports on
+    the last backward in ``record``, gives exact gradients in ``paused()``, and ends thinning by ``remove()``.
 
     Args:
         model: The model. It may be wrapped already, as by DistributedDataParallel.
         tau: How much variance the rows that leave may add, as a share, below 1, of the variance that the choice of the
             batch has. The shares of rows that the blocks keep follow: they are 1 at first, and fall as few rows come to
-            hold most of the gradient. The pairs have a target of their own, of the same size. Default .025, as VCAS's.
-        keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``; all pairs of these rows stay.
+            hold most of the gradient. Default .025, as VCAS's.
+        keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``.
             On a CPU it is a share of the rows whose gradient is not zero. On other devices, where a count of these
             would have to be waited for, it is a share of all that come. After a pick of tokens it is of the tokens,
             and below an attention that has mixed them, of the sequences that came from there. Default None.
@@ -125,10 +123,8 @@ class ThinRecord:
             on a device, the last two before it.
         reason: Why these shares; a sentence.
         saved: The share of the work of the blocks' backward that the rows that left would have been: the mean of 1 -
-            ``keep`` by the FLOPs and elements counted below each block; with ``keep=`` all alike. What draws cost, and
-            what pairs save, is not in it.
-        pairs: The share of the FLOPs left in weight gradients that are large enough to be summed over drawn pairs; 1 if
-            none is, and with ``keep=``.
+            ``keep`` by the FLOPs and elements counted below each block; with ``keep=`` all alike. The cost of
+            draws is not in it.
         unit: What is drawn, ``"row"`` or ``"token"``.
     """
 
@@ -138,7 +134,6 @@ class ThinRecord:
     passes: int
     reason: str
     saved: float = 0.0
-    pairs: float = 1.0
     unit: Unit = "row"
 
     def __repr__(self) -> str:
@@ -153,13 +148,13 @@ class ThinRecord:
         """Return the numbers under flat names, as loggers take them.
 
         They are ``thin/keep`` (the mean of the blocks) and ``thin/variance`` (their sum), both also for each block, as
-        in ``thin/keep/encoder.0``; ``thin/ratio``, ``thin/saved``, ``thin/pairs``, ``thin/passes``, ``thin/reason``.
+        in ``thin/keep/encoder.0``; ``thin/ratio``, ``thin/saved``, ``thin/passes``, ``thin/reason``.
         """
         mean = sum(self.keep.values()) / len(self.keep) if self.keep else 1.0
         flat: dict[str, float | str] = {"thin/keep": mean, "thin/variance": sum(self.variance.values())}
         for kind in ("keep", "variance"):
             flat |= {f"thin/{kind}/{name}": share for name, share in getattr(self, kind).items()}
-        return flat | {f"thin/{name}": getattr(self, name) for name in ("ratio", "saved", "pairs", "passes", "reason")}
+        return flat | {f"thin/{name}": getattr(self, name) for name in ("ratio", "saved", "passes", "reason")}
 
 
 @dataclass(eq=False)
@@ -194,7 +189,6 @@ class Thinning(Handle):
         self.record = ThinRecord({}, {}, 0.0, 0, why, unit=control.unit)
         self._model = model
         self._control = control
-        self._pairs = Pairs(control.tau) if control.keep is None and control.unit == "row" else None
         self._worth = Worth(control.unit)
         self._generator = generator
         self._compiled: set[str] = set()
@@ -218,7 +212,6 @@ class Thinning(Handle):
             "unit": self._control.unit,
             "control": self._control.state_dict(),
             "worth": self._worth.state_dict(),
-            "pairs": None if self._pairs is None else self._pairs.state_dict(),
             "generator": self._generator.get_state(),
         }
 
@@ -227,7 +220,7 @@ class Thinning(Handle):
 
         An entry that is missing, impossible or of another version of rowprop is refused, and nothing is loaded.
         """
-        check_entries(OWNER, state, ["unit", "control", "worth", "pairs", "generator"])
+        check_entries(OWNER, state, ["unit", "control", "worth", "generator"])
         if not isinstance(state.get("version"), int) or state["version"] != VERSION:
             needed = "one of this version was needed; begin without."
             raise InvalidInput(f"{OWNER} got a state of another version of rowprop but {needed}")
@@ -235,11 +228,7 @@ class Thinning(Handle):
         other = "this handle has the other one; call thin as it was called when the state was saved."
         if state["unit"] != self._control.unit:
             raise InvalidInput(f"{OWNER} got a state of unit={shown(state['unit'])} but {other}")
-        if (state["pairs"] is None) is not (self._pairs is None):
-            way = "keep" if state["pairs"] is None else "tau"
-            raise InvalidInput(f"{OWNER} got a state that {way}= has made but {other}")
         control, worth = self._control.restored(state["control"]), self._worth.restored(state["worth"])
-        pairs = None if self._pairs is None else self._pairs.restored(state["pairs"])
         for place in control.shares:
             if place not in self.blocks and place.rpartition("[")[0] not in self.blocks:
                 own = f"thins after {', '.join(self.blocks)}; give thin the model and the blocks of the saved one."
@@ -249,7 +238,7 @@ class Thinning(Handle):
         except RuntimeError as error:
             why = f"cannot be loaded ({error}); save and load the state whole."
             raise InvalidInput(f"{OWNER} got the state of a generator that {why}") from error
-        self._control, self._pairs, self._worth = control, pairs, worth
+        self._control, self._worth = control, worth
         self._unread.clear()
         self.record = ThinRecord({}, {}, 0.0, control.passes, self._reason(), unit=control.unit)
 
@@ -332,7 +321,7 @@ class Thinning(Handle):
         chosen = running.choose(place, forward.number, some, bool(forward.mixes)) if place else None
         if chosen is None:
             return g if running.measures_weights or forward.reenters else None
-        drawn = thinned(some, *chosen, None if self._pairs is None else running.draw_pairs)
+        drawn = thinned(some, *chosen)
         if some is not g and not waits(drawn.values):
             drawn.rows.whole = None  # a CPU counts the drawn tokens of each row, and attention runs their queries alone
         return drawn
@@ -343,7 +332,7 @@ class Thinning(Handle):
 
         def begin() -> ThinnedBackward:
             self._control.begun += 1
-            running = ThinnedBackward(self._control, self._worth, self._pairs, self._uniform)
+            running = ThinnedBackward(self._control, self._worth, self._uniform)
             backward.ends.append(partial(self._end, backward, running))
             return running
 
@@ -377,17 +366,13 @@ class Thinning(Handle):
                 self._unread.clear()
         if measured is not None:
             control.learn(*measured)
-        if self._pairs is not None:
-            self._pairs.update(done.products)
-            if measured is not None:
-                self._pairs.learn(measured[1])
         self.record = self._recorded(done)
 
     def _recorded(self, done: ThinnedBackward) -> ThinRecord:
         keep = {place: sum(s.kept for s in found) / sum(s.rows for s in found) for place, found in done.seen.items()}
-        pairs, variance, ratio = share_of(done.products), self.record.variance, self.record.ratio
+        variance, ratio = self.record.variance, self.record.ratio
         if self._worth.pause:  # the backwards from here on are exact
-            keep, pairs = dict.fromkeys(keep, 1.0), 1.0
+            keep = dict.fromkeys(keep, 1.0)
         if self._worth.pause or all(s.kept == s.arrived for found in done.seen.values() for s in found):
             variance, ratio = dict.fromkeys(keep, 0.0), 0.0
         elif done.measures_norms:
@@ -397,11 +382,10 @@ class Thinning(Handle):
         works = {place: self._worth.works.get(place, Work(1.0)) for place in keep}
         unit, exact = self._control.unit, sum(work.exact for work in works.values()) or 1.0
         left = sum((work.exact - work.mixed * (unit == "token")) * (1 - keep[p]) for p, work in works.items())
-        return ThinRecord(keep, variance, ratio, self._control.passes, self._reason(), left / exact, pairs, unit)
+        return ThinRecord(keep, variance, ratio, self._control.passes, self._reason(), left / exact, unit)
 
     def _reason(self) -> str:
         reasons = [*self._worth.reason(), self._control.reason()]
-        reasons += [] if self._pairs is None else [self._pairs.reason()]
         if self._compiled:
             names = ", ".join(sorted(self._compiled))
             reasons.append(f"exact after {names}: compiled by a backend other than torch.compile(backend='rowprop')")

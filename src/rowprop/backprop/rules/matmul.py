@@ -56,9 +56,7 @@ def product(op: Any, a: Any, b: Any) -> Any:
     if free >= 0:
         return g.like(op(values, other) if first else op(other, values), layout.at(free))
     if g.rows.hook is not None and op is torch.ops.aten.mm.default:
-        lines = values.movedim(g.dim, 0), other.movedim(place, 0)
-        lines = g.rows.hook.weight_gradient(g.rows, layout.at(0), *lines)
-        values, other = lines[0].movedim(0, g.dim), lines[1].movedim(0, place)
+        g.rows.hook.measure_product(g.rows, layout.at(0), values.movedim(g.dim, 0), other.movedim(place, 0))
     out = op(values, other) if first else op(other, values)
     keys = _place_of_keys(first) if g.rows.attention == "cut" and out.ndim == 3 else None
     if keys is None or not layout.plain:
