@@ -15,8 +15,6 @@ compare`, from the same start and with the same order of rows for each seed, und
 
 ``exact, other order`` is the exact gradient with the training rows in another order: what differs from ``exact`` by
 that much is noise.
-
-``--border`` measures something else: from how many kept rows on projecting is near enough to exact, see `BORDER`.
 """
 
 from __future__ import annotations
@@ -40,30 +38,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import rowprop
-from bench_step import RESULTS, save, setting
+from bench_step import RESULTS, setting
 from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.folder import to_json
 from rowprop.app.compare.models import build_model
 from rowprop.app.compare.train import judge, learning_rate, losses_of
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSlice
-from rowprop.cost import count_flops
 from rowprop.engines import Engine, Recompute, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
-
-BORDER = """From how many kept rows on is `batchnorm="rows"` near enough to `batchnorm="exact"`?
-
-Scikit-learn's digits (8 x 8 pixels) and small networks, each at its start and after 60 steps of SGD; 8 batches at each.
-Error: the norm of the difference of all parameters' gradients over the exact gradient's. Cosine: between the two. Both
-are means, once for rows drawn at random, once for the rows with the largest losses (top-k).
-
-Values: entries per channel that the kept rows bring to the BatchNorm with the fewest positions, K times its positions.
-FLOPs: of the backward, over those of the full backward; "exact" costs all rows from the last BatchNorm on upstream.
-
-A row is near enough if under random rows the error is at most 0.3 and the cosine at least 0.95. The border is the
-fewest rows that are near enough in every network, counted apart for one position and for several.
-"""
 
 BATCHNORM = torch.ops.aten.native_batch_norm_backward.default
 Batch = tuple[Tensor, Tensor]
@@ -401,123 +385,6 @@ def study(data: Dataset, size: Size, seed: int) -> dict[str, Any]:
     return {"runs": runs, "gradients": gradients}
 
 
-# --- from how many rows on -------------------------------------------------------------------------------------------
-
-NEAR_ERROR, NEAR_COSINE = 0.3, 0.95
-"""What is near enough."""
-
-
-def mlp() -> nn.Module:
-    """Three BatchNorm1d: one position per channel."""
-    layers: list[nn.Module] = [nn.Flatten()]
-    for width in (64, 128, 128):
-        layers += [nn.Linear(width, 128, bias=False), nn.BatchNorm1d(128), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(128, 10))
-
-
-def cnn(strides: Sequence[int], *, pooled: bool) -> nn.Module:
-    """BatchNorm2d over 8 x 8 positions, fewer with each stride; the head takes their mean, or all of them."""
-    layers: list[nn.Module] = []
-    channels, side = 1, 8
-    for level, stride in enumerate(strides):
-        out = 16 * 2**level
-        layers += [nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
-        channels, side = out, side // stride
-    if pooled:
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, 10))
-
-
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "1d MLP": (mlp, 1),
-    "2d CNN to 2 x 2, pooled": (lambda: cnn((1, 2, 2), pooled=True), 4),
-    "2d CNN to 4 x 4, pooled": (lambda: cnn((1, 2), pooled=True), 16),
-    "2d CNN at 8 x 8, pooled": (lambda: cnn((1, 1), pooled=True), 64),
-    "2d CNN to 2 x 2, flattened": (lambda: cnn((1, 2, 2), pooled=False), 4),
-    "2d CNN at 8 x 8, flattened": (lambda: cnn((1, 1), pooled=False), 64),
-}
-"""Each with the fewest positions per channel at any of its BatchNorms."""
-
-
-def picked(model: nn.Module, batch: Batch, policy: Any, rows: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-    """All parameters' gradients of the picked rows' mean loss as one vector, and the backward's FLOPs."""
-    twin = copy.deepcopy(model)
-    losses = losses_of(twin, batch)
-    loss = rowprop.pick(losses, rows(losses.detach()), batchnorm=policy).mean()
-    with count_flops() as counted:
-        loss.backward()
-    return flat({name: p.grad for name, p in twin.named_parameters() if p.grad is not None}), counted.total_flops
-
-
-def border(data: Dataset, num_rows: Sequence[int], batches: int = 8, steps: int = 60) -> Entries:
-    """For each network, N and K: how far the projected gradient is from the exact one, and what each costs."""
-    found: Entries = []
-    for name, (make, positions) in NETWORKS.items():
-        torch.manual_seed(0)
-        model = make()
-        start = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        for _ in range(steps):
-            rows = torch.randint(len(data.train_y), (64,))
-            optimizer.zero_grad()
-            losses_of(model, (data.train_x[rows], data.train_y[rows])).mean().backward()
-            optimizer.step()
-        for n in num_rows:
-            for kept in (2**power for power in range(n.bit_length() - 1)):
-                entry: dict[str, Any] = {"network": name, "N": n, "K": kept, "values": kept * positions}
-                for selection in ("random", "top-k"):
-                    apart = [
-                        nearness(m, data, selection, n, kept, seed) for m in (start, model) for seed in range(batches)
-                    ]
-                    entry |= {f"{selection} {key}": statistics.fmean(a[key] for a in apart) for key in apart[0]}
-                found.append(entry)
-    return found
-
-
-def nearness(model: nn.Module, data: Dataset, selection: str, n: int, kept: int, seed: int) -> dict[str, float]:
-    """Of the projected gradient to the exact one, on one batch; and both backwards' FLOPs over the full one's."""
-    draw = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(data.train_y), generator=draw)[:n]
-    random = torch.randperm(n, generator=draw)[:kept]
-
-    def chosen(losses: Tensor) -> Tensor:
-        return random if selection == "random" else losses.topk(kept).indices
-
-    batch = data.train_x[rows], data.train_y[rows]
-    _, full = picked(model, batch, "exact", lambda losses: torch.arange(len(losses)))
-    (near, near_flops), (exact, exact_flops) = (picked(model, batch, policy, chosen) for policy in ("rows", "exact"))
-    return {
-        "error": off(near, exact), "cosine": cosine(near, exact),
-        "rows FLOPs": near_flops / full, "exact FLOPs": exact_flops / full,
-    }  # fmt: skip
-
-
-def fewest_rows(entries: Entries) -> int | None:
-    """The smallest K from which on every entry of random rows is near enough; None if there is none."""
-    far = [e["K"] for e in entries if e["random error"] > NEAR_ERROR or e["random cosine"] < NEAR_COSINE]
-    return min((e["K"] for e in entries if e["K"] > max(far, default=0)), default=None)
-
-
-def border_page(result: dict[str, Any]) -> str:
-    """The figures to read."""
-    about = ", ".join(f"{key} {value}" for key, value in result["setting"].items())
-    lines = [f"# {BORDER.partition(chr(10))[0]}", "", f"`{result['command']}`: {about}"]
-    lines += [*BORDER.partition("\n")[2].rstrip().splitlines(), ""]
-    kinds = {"one position per channel": "1d", "several": "2d"}
-    ends = (f"{kind}: {fewest_rows([e for e in result['border'] if e['network'].startswith(mark)])}"
-            for kind, mark in kinds.items())  # fmt: skip
-    lines += [f"**Fewest rows that are near enough: {', '.join(ends)}.**", ""]
-    head = ("network", "N", "K", "values", "random error", "random cosine", "top-k error", "top-k cosine", "FLOPs rows",
-            "FLOPs exact")  # fmt: skip
-    rows = [
-        [e["network"], *(str(e[key]) for key in ("N", "K", "values"))]
-        + [f"{e[f'{selection} {key}']:.3f}" for selection in ("random", "top-k") for key in ("error", "cosine")]
-        + [f"{e[f'random {policy} FLOPs']:.3f}" for policy in ("rows", "exact")]
-        for e in result["border"]
-    ]
-    return "\n".join([*lines, *table(head, rows)]) + "\n"
-
-
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
@@ -671,17 +538,11 @@ def main() -> None:
     parser.add_argument("--train-rows", type=int, default=Size.train_rows, help="training rows (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=Size.epochs, help="passes over them (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="one seed of a small size: shows that it runs")
-    parser.add_argument(
-        "--border", action="store_true", help="from how many rows on projecting is near enough to exact"
-    )
     parser.add_argument("--out", type=Path, help="folder for the results (default benchmarks/results; none if quick)")
     args = parser.parse_args()
     size = QUICK if args.quick else Size(train_rows=args.train_rows, epochs=args.epochs)
     torch.set_num_threads(1)  # sums in one order: the same figures every time
     out = args.out or (None if args.quick else RESULTS)
-    if args.border:
-        measure_border(out, quick=args.quick)
-        return
     data = load_data("fashion-mnist", train_rows=size.train_rows)
     data = replace(data, test_x=data.test_x[: size.test_rows], test_y=data.test_y[: size.test_rows])
     result: dict[str, Any] = {
@@ -705,19 +566,6 @@ def main() -> None:
     print(markdown(result))
     if out is not None:
         print(f"Written: {out / stem}.json and .md")
-
-
-def measure_border(out: Path | None, *, quick: bool) -> None:
-    """Measure, print, and write JSON and markdown."""
-    result: dict[str, Any] = {
-        "command": " ".join(["nox -s batchnorm --", *sys.argv[1:]]),
-        "setting": setting(torch.device("cpu"), 1, dtype="float32"),
-        "border": border(load_data("digits"), (16,) if quick else (64, 256), batches=1 if quick else 8),
-    }
-    page = border_page(result)
-    print(page)
-    if out is not None:
-        save(out, "batchnorm-border", rounded(result), page)
 
 
 def rounded(content: Any) -> Any:

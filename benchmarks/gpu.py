@@ -1,14 +1,14 @@
-"""Everything that one GPU is needed for, in under 20 minutes: tests, ``verify``, open doubts, whole training steps.
+"""Everything that one GPU is needed for, in under 20 minutes: tests, ``verify``, whole training steps.
 
 The parts run one after the other, each in a process of its own; the compiled models compile in processes side by side,
 and are then measured one by one. The results so far are written after each part, so a part that fails or runs out of
 time loses nothing but its own rest.
 
-``tests``: the tests marked ``gpu``. ``verify``: ten models in bfloat16 against plain indexing. ``doubts``: five
-measurements (``benchmarks/gpu_doubts.py``). ``tokens``: training steps of decoders that keep some of their tokens,
-attention exact and cut, beside their limits (``benchmarks/bench_tokens.py``). ``eager``, ``compiled`` and ``graphs``:
-training steps that fill the device, the plain step beside the engines, under bfloat16 autocast with AdamW, in
-interleaved rounds; the models as they are, compiled, and compiled with ``mode="reduce-overhead"``.
+``tests``: the tests marked ``gpu``. ``verify``: ten models in bfloat16 against plain indexing. ``tokens``: training
+steps of decoders that keep some of their tokens, attention exact and cut, beside their limits
+(``benchmarks/bench_tokens.py``). ``eager``, ``compiled`` and ``graphs``: training steps that fill the device, the plain
+step beside the engines, under bfloat16 autocast with AdamW, in interleaved rounds; the models as they are, compiled,
+and compiled with ``mode="reduce-overhead"``.
 
 A ratio is an engine's time of forward and backward over the plain step's in the same round; the limit is
 (F + kB)/(F + B) of the same rounds. Device time is from CUDA events. Host time runs until the calls of forward and
@@ -33,7 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,8 +62,7 @@ from bench_step import (
     sliced,
     summarize,
 )
-from gpu_doubts import Setup, bench_of, captured, gathering, host_time, new_shapes, pipeline
-from gpu_models import CHECKED, FULL, TINY, TITLES
+from gpu_models import CHECKED, FULL, TINY, TITLES, Made
 from rowprop.app.model import load_model
 from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import peak_bytes
@@ -71,11 +70,40 @@ from rowprop.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 MODELS = Path(__file__).with_name("gpu_models.py")
-LIMITS_S = {"tests": 180, "verify": 60, "doubts": 90, "tokens": 60, "eager": 160, "compiled": 300, "graphs": 300}
+LIMITS_S = {"tests": 180, "verify": 60, "tokens": 60, "eager": 160, "compiled": 300, "graphs": 300}
 """The parts in their order, and the seconds of each; a part may also use the seconds that parts before it left."""
 
 Note = Callable[[str, Any], None]
 """Called with the name of a finding and its figures, which are written at once."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The device, whether this is a dry run at tiny sizes, and what a process is told that runs beside others."""
+
+    device: torch.device
+    dry: bool
+    model: str = ""
+    alone: Callable[[], None] = lambda: None  # waits until no other process compiles or measures
+
+    @property
+    def rounds(self) -> int:
+        """How often each step is measured."""
+        return 2 if self.dry else 12
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Half precision where PyTorch finds it safe."""
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+
+def bench_of(setup: Setup, make: Callable[[], Made]) -> Bench:
+    """A model with its batch, made on the device and ready to step under autocast."""
+    torch.manual_seed(0)
+    with setup.device:
+        model, batch, _ = make()
+    # a rate so small that no step changes what the next one costs
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, fused=True)
+    return Bench(model, batch, optimizer, setup.autocast)
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
@@ -142,20 +170,6 @@ def verified(spec: str, device: torch.device) -> dict[str, Any]:
         "flops_ratio": result.flops_ratio, "densified": [f"{place.module}: {place.op}" for place in result.densified],
         "seconds": time.perf_counter() - begun_s,
     }  # fmt: skip
-
-
-def run_doubts(setup: Setup, note: Note, until_s: float) -> None:
-    """What only a device settles; graph capture last, because a capture that fails may end the process."""
-    gpt2 = TINY.gpt2 if setup.dry else FULL.gpt2
-
-    def of(rows: int) -> Callable[[], Any]:
-        return lambda: gpt2.func(rows, *gpt2.args[1:])
-
-    attempt(note, "new_shapes", lambda: new_shapes(setup))
-    attempt(note, "gathering", lambda: gathering(setup))
-    attempt(note, "host_time", lambda: host_time(setup, of(8)))
-    attempt(note, "pipeline", lambda: pipeline(setup, of(16)))
-    attempt(note, "captured", lambda: captured(setup, of(8)))
 
 
 def run_tokens(setup: Setup, note: Note, until_s: float) -> None:
@@ -322,7 +336,7 @@ def flops(bench: Bench) -> list[dict[str, Any]]:
 
 
 RUNS: dict[str, Callable[[Setup, Note, float], None]] = {
-    "tests": run_tests, "verify": run_verify, "doubts": run_doubts, "tokens": run_tokens, "eager": run_eager,
+    "tests": run_tests, "verify": run_verify, "tokens": run_tokens, "eager": run_eager,
     "compiled": run_compiled, "graphs": partial(run_compiled, mode="reduce-overhead"),
 }  # fmt: skip
 

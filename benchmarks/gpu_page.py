@@ -27,7 +27,7 @@ def markdown(result: Found, about: str) -> str:
     lines += ["", *summary(result).splitlines()]
     sections = {
         "tests": ("Tests marked gpu", tests), "verify": ("Gradients in bfloat16", verify),
-        "doubts": ("What only a device settles", doubts), "tokens": ("Training steps on tokens", tokens),
+        "tokens": ("Training steps on tokens", tokens),
         "eager": ("Training steps", steps),
         "compiled": ("Training steps of compiled models", steps),
         "graphs": ("Training steps of compiled models, replayed as CUDA graphs", steps),
@@ -61,10 +61,6 @@ def ms(seconds: float) -> str:
     return f"{1000 * seconds:.2f}"
 
 
-def us(spread: dict[str, float]) -> str:
-    return f"{1e6 * spread['median']:.1f} ({1e6 * spread['q1']:.1f} to {1e6 * spread['q3']:.1f})"
-
-
 def failures(found: Found) -> list[str]:
     """The findings that there are none of."""
     return [
@@ -90,55 +86,6 @@ def verify(found: Found) -> list[str]:
         for name, v in ran.items()
     ]
     return table("model, status, rows, FLOPs, verdict", rows) + failures(found)
-
-
-def doubts(found: Found) -> list[str]:
-    """The five measurements."""
-    lines: list[str] = []
-    if new := found.get("new_shapes"):
-        lines += ["### A new K", "", "Milliseconds of backwards on K rows in their order; each K comes twice.", ""]
-        rows = [
-            [kernel, each["kept"], *(ms(s) for s in each["seconds"])]
-            for kernel, sweeps in new.items()
-            for sweep in sweeps.get("sweeps", [])
-            for each in sweep
-        ]
-        lines += [*table("kernel, K, first, second, third, fourth", rows), *failures(new), ""]
-    if "by_kept" in (taken := found.get("gathering", {})):
-        lines += [
-            "### Rows taken and rows added",
-            "",
-            f"Microseconds of a call; {taken['shape']}, {taken['dtype']}.",
-            "",
-        ]
-        calls = list(taken["by_kept"][0]["seconds"])
-        rows = [[each["kept"], *(us(each["seconds"][call]) for call in calls)] for each in taken["by_kept"]]
-        lines += [*table(", ".join(["K", *calls]), rows), ""]
-    if "full" in (host := found.get("host_time", {})):
-        lines += ["### Host time beside device time", "", f"GPT-2, K = {host['kept']} of {host['num_rows']} rows.", ""]
-        rows = [[e, ms(host[e]["host_s"]["median"]), ms(host[e]["device_s"]["median"])] for e in ("full", "sliced")]
-        lines += [*table("step, host ms, device ms", rows), ""]
-    if "seconds" in (steps := found.get("pipeline", {})):
-        lines += [
-            "### Steps without a wait between them", "",
-            f"GPT-2, K = {steps['kept']} of {steps['num_rows']} rows; a whole step, its update included.", "",
-        ]  # fmt: skip
-        plain_s = steps["seconds"]["full"]["median"]
-        rows = [
-            [name, ms(s["median"]), f"{ms(s['q1'])} to {ms(s['q3'])}", f"{s['median'] / plain_s:.3f}"]
-            for name, s in steps["seconds"].items()
-        ]
-        lines += [*table("step, ms, quartiles, of the plain one", rows), ""]
-    if "full" in (graphs := found.get("captured", {})):
-        lines += ["### A step as a CUDA graph", "", f"K = {graphs['kept']} of {graphs['num_rows']} rows.", ""]
-        engines = {e: graphs[e] for e in ("full", "sliced")}
-        rows = [
-            [name, ms(e["eager_s"]["median"]), ms(e["replayed_s"]["median"]), f"{e['gradients_differ_by']:.1e}"]
-            for name, e in engines.items()
-            if "failed" not in e
-        ]
-        lines += [*table("step, eager ms, replayed ms, gradients differ by", rows), *failures(engines), ""]
-    return lines[:-1] + failures(found)
 
 
 def tokens(found: Found) -> list[str]:

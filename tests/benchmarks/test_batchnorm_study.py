@@ -174,25 +174,3 @@ def test_a_run_that_diverges_is_told_apart():
     # Red when: a loss that is not finite ends the whole study.
     size = batchnorm.Size(train_rows=24, epochs=4, batch_rows=8, short=1, peak_lr=math.inf, selections=("top-k 0.5",))
     assert "end" not in batchnorm.train(WAYS["projected"], "top-k 0.5", noise(24), size, seed=0)
-
-
-def test_the_border_is_the_fewest_rows_from_which_on_all_are_near():
-    # Red when: one near network is enough, or one near K below a far one (tried: any K that is near).
-    def entry(network: str, kept: int, error: float, cosine: float = 1.0) -> dict[str, object]:
-        return {"network": network, "K": kept, "random error": error, "random cosine": cosine}
-
-    near = [entry("a", 1, 0.2), entry("a", 2, 0.4), entry("a", 4, 0.2), entry("a", 8, 0.1)]
-    assert batchnorm.fewest_rows(near) == 4
-    assert batchnorm.fewest_rows([*near, entry("b", 4, 0.1, 0.9)]) == 8
-    assert batchnorm.fewest_rows([*near, entry("b", 8, 0.31)]) is None
-
-
-def test_the_page_of_the_border_has_a_row_for_each_network_and_number_of_rows(monkeypatch: pytest.MonkeyPatch):
-    # Red when: a K, or a figure of the other policy, is left out.
-    monkeypatch.setattr(batchnorm, "NETWORKS", {"1d MLP": batchnorm.NETWORKS["1d MLP"]})
-    found = batchnorm.border(noise(24), (8,), batches=1, steps=1)
-    assert [(e["N"], e["K"], e["values"]) for e in found] == [(8, 1, 1), (8, 2, 2), (8, 4, 4)]
-    assert [e["random rows FLOPs"] for e in found] == [1 / 8, 2 / 8, 4 / 8]
-    assert all(e["random exact FLOPs"] > 0.9 and e["top-k error"] > 0.1 for e in found)
-    page = batchnorm.border_page({"command": "c", "setting": {}, "border": found})
-    assert page.count("| 1d MLP | 8 |") == 3

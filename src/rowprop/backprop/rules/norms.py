@@ -101,7 +101,7 @@ _MEASURED = (
     f"Measured, 'rows' is up to 29 % off with {_MANY} (43 % if these are the rows with the largest losses), up to 93 % "
     "with fewer; 'exact' costs 94 to 100 % of the full backward."
 )
-"""What ``nox -s batchnorm -- --border`` found with small networks of one and of two dimensions."""
+"""For small networks of one and of two dimensions, see ``docs/batchnorm.md``."""
 
 _warned: list[bool] = []  # whether the first choice, the only one with a warning, was "exact"
 
