@@ -44,7 +44,9 @@ pytorch-crf==0.7.2 gpytorch==1.15.2 pytorch-metric-learning==2.9.0""".split()
 FUNCTIONS = """entmax==1.3 pytorch-tabnet==4.1.0 brevitas==0.13.4 dependencies==2.0.1 unfoldnd==0.2.3
 snntorch==1.0.0""".split()
 FLASH_ATTN = "flash_attn-2.8.3"
-KERNELS = "einops==0.8.2 numpy setuptools wheel packaging psutil ninja pytest".split()
+KERNELS = """einops==0.8.2 numpy setuptools wheel packaging psutil ninja pytest triton==3.7.1 transformers==5.24.0
+peft==0.21.2""".split()
+UNSLOTH = "unsloth==2026.10.9 unsloth-zoo==2026.10.9".split()
 JAX = "flax equinox optax scikit-learn pyright[nodejs] pytest pytest-xdist".split()
 ALL_CORES = "-n auto --maxprocesses 8 --dist worksteal".split()
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # beside a process for each core: more threads slow each other down
@@ -202,16 +204,20 @@ def families(session: nox.Session) -> None:
 
 @nox.session(python=interpreter("3.11"))
 def kernels(session: nox.Session) -> None:
-    """Run flash-attn's own Python on the CPU, from its sdist: tools/flash_kernels.py stands in for its CUDA kernels."""
+    """Run flash-attn's and unsloth's own Python on the CPU.
+
+    tools/flash_kernels.py stands in for flash-attn's CUDA kernels; Triton's interpreter runs unsloth's.
+    """
     session.install(TORCH, *KERNELS, "-e", ".[cli]", "-c", "constraints.txt")
+    session.install("--no-deps", *UNSLOTH)
     sources = Path(session.virtualenv.location, "sources").resolve()
     if not (sources / FLASH_ATTN).exists():  # pip builds nothing here, but runs the package's setup.py
         options = "--no-deps --no-build-isolation --no-binary :all: --dest".split()
         package = FLASH_ATTN.replace("_", "-").replace("-2", "==2")
         session.run("pip", "download", *options, str(sources), package, env={"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"})
         shutil.unpack_archive(sources / f"{FLASH_ATTN}.tar.gz", sources, filter="data")
-    path = ONE_THREAD | {"PYTHONPATH": str(sources / FLASH_ATTN)}
-    session.run("pytest", *files("kernels"), *session.posargs, env=path)
+    environment = ONE_THREAD | {"PYTHONPATH": str(sources / FLASH_ATTN), "TRITON_INTERPRET": "1"}
+    session.run("pytest", *files("kernels unsloth"), *session.posargs, env=environment)
 
 
 @nox.session(python=interpreter("3.11"))

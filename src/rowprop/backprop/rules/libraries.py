@@ -7,6 +7,7 @@ a saved tensor: they get copies.
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -198,3 +199,57 @@ def float8_linear(node: Any, backward: Any, gradient: RowSlice) -> Any:
     padded = torch.cat([grads, grads.new_zeros(more, grads.shape[1])])
     to_input, *others = cast(Any, type(node)).apply(NodeWith(node, saved_tensors=saved), padded)
     return g.like(to_input[: len(inputs)].view(kept.shape)), *others
+
+
+# Where unsloth's functions over the last dimension save tensors with the rows: their weights lie in between.
+_UNSLOTH: dict[str, tuple[bool, ...]] = {
+    "fast_lora.LoRA_MLP": (False,) * 6 + (True,) * 6,
+    "fast_lora.LoRA_QKV": (True, *(False,) * 6, True, True, True),
+    "fast_lora.LoRA_W": (False, False, True, True),
+    "layernorm.Fast_Layernorm": (True, False, False, True, True),
+    "rms_layernorm.Fast_RMS_Layernorm": (True, False, True),
+}
+
+
+def _over_rows_or_tokens(node: Any, backward: Any, *grads: Any, has_rows: tuple[bool, ...]) -> Any:
+    """LoRA layers and norms of (N, T, width), which save tensors as (N, T, ...) or as (N * T, ...)."""
+    g, saved = grads[0], node.saved_tensors
+    if not all(type(each) is RowSlice and each.rows is g.rows and each.layout == g.layout for each in grads):
+        return Densify("the gradients of the outputs are not sliced alike")
+    if len(saved) != len(has_rows) or g.layout.holds(g.ndim - 1):
+        return Densify("the function saves other tensors than expected, or works over the rows' own dimension")
+
+    def kept(tensor: Tensor) -> Tensor:
+        every = g.shape[:-1]
+        if tensor.shape[: len(every)] == every:
+            return g.take(tensor)
+        if tensor.shape[0] != prod(every):
+            raise NeedsAllRows("a saved tensor does not hold the rows")
+        return g.take(tensor.view(*every, *tensor.shape[1:])).flatten(0, len(every) - 1)
+
+    taken = tuple(kept(t) if rows and t is not None else t for t, rows in zip(saved, has_rows, strict=True))
+    # Some backwards write their result over a saved input, or over the gradient.
+    place = NodeWith(node, saved_tensors=taken, inplace=False, reuse_grad=False)
+    to_input, *others = cast(Any, type(node)).apply(place, *(each.values for each in grads))
+    return (None if to_input is None else g.like(to_input)), *others
+
+
+for _name, _has_rows in _UNSLOTH.items():
+    function_rule(f"unsloth.kernels.{_name}", positions=True)(partial(_over_rows_or_tokens, has_rows=_has_rows))
+
+
+def _turned(node: Any, backward: Any, *grads: Any) -> Any:
+    """Queries, or queries and keys, turned by angles that all rows share; ``rope_indices`` has those of each token."""
+    g = grads[0]
+    if not all(type(each) is RowSlice and each.dim == 0 and each.layout == g.layout for each in grads):
+        return Densify("the batch is not the first dimension of queries and keys")
+    of_tokens = cast("dict[str, Any]", vars(node)).get("rope_indices")
+    if of_tokens is not None:
+        of_tokens = g.take(of_tokens.view(g.shape[0], -1)).flatten()
+    turned = cast(Any, type(node)).apply(NodeWith(node, rope_indices=of_tokens), *(each.values for each in grads))
+    return *(each.like(d) for each, d in zip(grads, turned, strict=False)), *turned[len(grads) :]
+
+
+for _name in ("Fast_RoPE_Embedding", "Fast_RoPE_Embedding_QK", "Fast_RoPE_Embedding_QK_Positions"):
+    function_rule(f"unsloth.kernels.rope_embedding.{_name}")(_turned)
+function_rule("unsloth.kernels.cross_entropy_loss.Fast_CrossEntropyLoss")(_cross_entropy)
