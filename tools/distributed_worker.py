@@ -548,8 +548,9 @@ def masks_of_tokens() -> Figures:
     one, *none = (torch.zeros_like(mask) for mask in uneven)
     one[0, 2] = True
     masks = {"uneven": uneven, "none on the last rank": [*uneven[:-1], none[-1]], "one of all": [one, *none]}
+    decoders = DECODERS if world() == 2 else {wrapper: DECODERS[wrapper] for wrapper in WRAPPERS}
     for (wrapper, make), (name, kept), attention in itertools.product(
-        DECODERS.items(), masks.items(), ("exact", "cut")
+        decoders.items(), masks.items(), ("exact", "cut")
     ):
         net, other, here = Decoder(packed=True), Decoder(packed=True), torch.cat(kept)
         by_hand = partial(net, attention=cut_attention(here)) if attention == "cut" else net
