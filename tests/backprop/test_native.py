@@ -426,6 +426,22 @@ def test_an_error_within_a_replay_is_that_of_the_op():
 
 
 @dispatched
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning", "ignore:Error detected in:UserWarning")
+def test_anomaly_mode_names_the_node_whose_replayed_gradient_is_nan():
+    below, above = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def found() -> str:
+        losses = above((below(torch.ones(8, 4)) * 0).sqrt()).sum(1)  # an infinite slope times 0
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError) as caught:
+            rowprop.pick(losses, [0, 3]).sum().backward()
+        return str(caught.value)
+
+    wanted = by_python(found)
+    assert "MulBackward0" in wanted
+    assert {found() for _ in range(TIMES)} == {wanted} and replays() > 0
+
+
+@dispatched
 def test_nothing_of_a_batch_is_held():
     # Red where a recipe keeps an operand, and where the gathers outlive the backward.
     model, held = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), list[Any]()
