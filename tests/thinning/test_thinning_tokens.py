@@ -57,6 +57,17 @@ def test_tokens_without_a_gradient_are_never_drawn(first: bool, as_host: None):
     assert kept(handle) == {"0": pytest.approx(1 / 3)}
 
 
+def test_the_tokens_of_one_row_are_thinned(as_host: None):
+    # As where sequences are packed without padding. Red where a batch of one row is left as it is.
+    model, x = encoder(1), inputs(1)
+    scale = torch.arange(TOKENS) % 2
+    exact = gradient(model, (model(x).square().mean(2) * scale).sum())
+    handle = thin(model, keep=1.0, blocks=["0"])
+    found = gradient(model, (model(x).square().mean(2) * scale).sum())
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-14)
+    assert kept(handle) == {"0": 0.5}
+
+
 def test_the_draws_among_few_tokens_add_up_to_the_exact_gradient(as_host: None, monkeypatch: pytest.MonkeyPatch):
     # All draws, each with its probability: they change where the first point of the systematic sample passes an end.
     # Of 30 tokens 7 have a loss, of which 4 are kept. Red where the share is of all 30 (all 7 stay), where a factor is

@@ -286,6 +286,8 @@ class Thinning(Handle):
         for tensor in tensors(output):
             plain = tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_nested
             layout = _rows_in(tensor.shape, sizes) if plain else None
+            if layout is None and name and plain and self._control.unit == "token" and 1 in sizes:
+                layout = _tokens_in(tensor.shape)
             if not name and plain and forward.hides and not forward.reenters:
                 forward.reenters = enters_checkpoint(tensor)
             if layout is None or not (name or self._control.keep is None or forward.hides):
@@ -409,6 +411,12 @@ def _rows_in(shape: torch.Size, sizes: Iterable[int | None]) -> Layout | None:
             return Layout(dim, size)
     size = next((size for size in known if size > 1 and shape[0] and shape[0] % size == 0), None)
     return None if size is None else Layout(0, size, 1, shape[0] // size)
+
+
+def _tokens_in(shape: torch.Size) -> Layout | None:
+    """Where the tokens of a batch of one row are: sequences packed without padding."""
+    dim = 1 - shape[:2].index(1) if len(shape) == 3 and 1 in shape[:2] else 0
+    return Layout(dim, shape[dim]) if len(shape) == 3 and shape[1 - dim] == 1 and shape[dim] > 1 else None
 
 
 def _tokens_of(g: RowSlice) -> RowSlice:

@@ -48,7 +48,8 @@ def _named(names: Collection[str]) -> Callable[[type], bool]:
 def _is_known(options: dict[str, Any], saved: tuple[Any, ...], longest: tuple[str, ...]) -> bool:
     """Whether a function saves the tensors and the options that flash-attn 2.8 saves, of fitting shapes."""
     held = {name for name, value in options.items() if isinstance(value, Tensor)}
-    if len(saved) != 6 + len(longest) or not all(isinstance(t, Tensor) for t in saved) or not held <= {"alibi_slopes"}:
+    expected = {"alibi_slopes", *longest}  # transformers gives the longest lengths as tensors
+    if len(saved) != 6 + len(longest) or not all(isinstance(t, Tensor) for t in saved) or not held <= expected:
         return False
     query, key, value, out, logsumexp, *lengths, _ = cast("tuple[Tensor, ...]", saved)
     *batch, heads, width = query.shape
