@@ -89,12 +89,6 @@ def bench(session: nox.Session) -> None:
     session.run(sys.executable, "benchmarks/bench_step.py", *session.posargs)
 
 
-@nox.session(venv_backend="none", name="bench-plan")
-def bench_plan(session: nox.Session) -> None:
-    """Set the plan's predictions beside measurements: about 5 minutes."""
-    session.run(sys.executable, "benchmarks/bench_plan.py", *session.posargs)
-
-
 @nox.session(venv_backend="none")
 def batchnorm(session: nox.Session) -> None:
     """Compare ways to treat training BatchNorm."""

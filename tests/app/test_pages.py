@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 import re
 import sys
@@ -24,17 +23,18 @@ from rowprop.app import page
 from rowprop.app.model import default_losses
 from rowprop.app.page import count_batches, ratio_against_batch, step_time, write_flops, write_plan
 from rowprop.cost.count import count_step
-from rowprop.cost.plan import Cost, Measurement, PlainStep, make_plan
+from rowprop.cost.measure import Spread
+from rowprop.cost.plan import Measurement, PlainStep, make_plan
 
 N = 10
-COSTS = [Cost("sliced", 1.6, 0.2), Cost("recompute", 1.2, 0.3)]
-"""Against a plain step of 3 s: sliced breaks even at K = 7, recompute at K = 6."""
+RATIOS = {"sliced": {0.25: 0.8, 0.9: 1.1}, "recompute": {0.25: 0.7, 0.9: 1.2}}
+"""Of each way at each keep, of a plain step of 3.5 s."""
 
 
-def a_plan(keeps=(0.25, 0.9), costs=COSTS):
-    sliced = costs[0]
-    measured = {(sliced.engine, keep): Measurement(0, sliced.seconds(math.ceil(keep * N)) + 0.1) for keep in keeps}
-    return make_plan(costs, PlainStep(3.0, 2.0, update_s=0.5), num_rows=N, keeps=keeps, measured=measured, rounds=3)
+def a_plan(ratios=RATIOS):
+    spreads = {(way, keep): Spread(r - 0.01, r, r + 0.01) for way, keeps in ratios.items() for keep, r in keeps.items()}
+    measured = {key: Measurement(spread) for key, spread in spreads.items()}
+    return make_plan(PlainStep(3.5, 2 / 3.5), measured, num_rows=N, keeps=list(ratios["sliced"]), rounds=3)
 
 
 def lines_of(figure: Figure) -> dict:
@@ -46,26 +46,19 @@ def points(line) -> tuple[list[float], list[float]]:
     return list(line.get_xdata()), list(line.get_ydata())
 
 
-def test_the_lines_are_the_costs_and_the_mark_is_where_they_meet_the_plain_step():
-    # Red when: x is the keep asked for and not K / N (0.25 of 10 rows are 3), or the update is left out of either.
-    figure = step_time(a_plan())
-    lines = lines_of(figure)
-    for cost in COSTS:
-        xs, ys = points(lines[cost.engine])
-        assert xs == [1 / N, 1]
-        assert ys == pytest.approx([1000 * (cost.seconds(k) + 0.5) for k in (1, N)])
+def test_the_dots_are_what_was_measured():
+    # Red when: x is the keep asked for and not K / N (0.25 of 10 rows are 3).
+    lines = lines_of(step_time(a_plan()))
+    for way, ratios in RATIOS.items():
+        xs, ys = points(lines[way])
+        assert xs == [3 / N, 9 / N] and ys == pytest.approx([3500 * ratio for ratio in ratios.values()])
+        assert lines[way].get_marker() == "o"
     assert points(lines["plain step, all rows"])[1] == [3500, 3500]
-    (mark,) = [line for line in figure.axes[0].lines if line.get_marker() != "o" and len({*line.get_xdata()}) == 1]
-    assert mark.get_xdata()[0] == pytest.approx(0.7)
-    (dots,) = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
-    assert points(dots) == ([0.3, 0.9], pytest.approx([2800, 4000]))
-    assert dots.get_color() == lines["sliced"].get_color()
 
 
 def test_every_way_has_a_colour_of_its_own():
     # Red when: plain indexing is as grey as the plain step.
-    ways = [*COSTS, Cost("thinned", 1.1, 0.3), Cost("newest", 1.0, 0.3)]
-    lines = lines_of(step_time(a_plan(costs=ways)))
+    lines = lines_of(step_time(a_plan(RATIOS | {"thinned": {0.25: 0.9}, "newest": {0.25: 0.5}})))
     names = ["masked", "sliced", "recompute", "thinned", "newest", "plain step, all rows"]
     assert len({lines[name].get_color() for name in names}) == len(names)
 
@@ -73,22 +66,6 @@ def test_every_way_has_a_colour_of_its_own():
 def page_of(plan, out: Path, model: str = "m") -> str:
     write_plan(out, model, plan, page.environment(torch.device("cpu"), nn.ReLU()) | {"num_rows": N})
     return (out / "report.html").read_text()
-
-
-def note_of(plan, out: Path) -> str:
-    """What the plan's page says below the title of its figure."""
-    return re.findall("<figcaption><h3>[^<]*</h3><p>([^<]*)</p>", page_of(plan, out))[0]
-
-
-def test_one_keep_has_dots_and_no_line_and_what_pays_everywhere_has_no_mark(tmp_path: Path):
-    always = a_plan(keeps=(0.5,), costs=[Cost("sliced", 1.0, 0.1)])
-    shown = lines_of(step_time(always))
-    assert [name for name, line in shown.items() if len(line.get_xdata()) > 1] == ["plain step, all rows"]
-    assert note_of(always, tmp_path) == "Dots are measured. Selection pays at any keep."
-    never = a_plan(costs=[Cost("sliced", 3.5, 0.1)])
-    lines = "Lines are predicted from steps at other keeps, dots are measured. Selection pays "
-    assert note_of(never, tmp_path) == lines + "at no keep."
-    assert note_of(a_plan(), tmp_path) == lines + "below keep 0.70, the dotted line."
 
 
 def test_the_ratio_at_each_batch_size_is_the_closed_formula():
@@ -129,7 +106,7 @@ def test_sizes_that_the_model_refuses_are_left_out_and_nothing_is_computed():
 CONTRACT = {
     "flops": {*"forward_flops backward_input_flops backward_weight_flops update_flops uncounted modules".split()},
     "profile": {"findings", "ops", "modules"},
-    "plan": {"ways", "break_even_keep", "choice", "reason"},
+    "plan": {"ways", "choices", "choice", "reason"},
 }
 QUICK = {"flops": [], "profile": ["--rounds", "1"], "plan": ["--rounds", "1", "--keep", "0.5,0.75"]}
 
@@ -341,7 +318,9 @@ HOSTILE = "<img src=x onerror=window.hacked=1></script>{{ 7*7 }}"
 
 def test_names_are_text(tmp_path: Path):
     # Red when: the templates are filled in without escaping, or one of them marks a name as safe.
-    plan = page_of(a_plan(costs=[Cost(HOSTILE, 1.6, 0.2)]), tmp_path / "plan", HOSTILE)
+    plan = page_of(
+        a_plan({HOSTILE: {0.25: 0.8, 0.9: 1.1}, "sliced": {0.25: 0.9, 0.9: 1.1}}), tmp_path / "plan", HOSTILE
+    )
     counted = replace(count_step(nn.Linear(4, 3), (torch.randn(6, 4),), squares), optimizer=HOSTILE)
     write_flops(tmp_path / "flops", HOSTILE, counted, {6: counted})
     flops = (tmp_path / "flops" / "report.html").read_text()

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,11 +16,10 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import rowprop
-from bench_plan import bars
 from rowprop.app.cli import app
 from rowprop.cost.flops import count_flops
-from rowprop.cost.measure import Timing, measure
-from rowprop.cost.plan import Cost, Measurement, PlainStep, _levelled, _measured, line, make_plan, plan, second_forward
+from rowprop.cost.measure import Spread, Timing, measure
+from rowprop.cost.plan import Measurement, PlainStep, _measured, make_plan, measurement, plan, second_forward
 from rowprop.engines import policies_on
 from rowprop.errors import InvalidInput
 from rowprop.native import building
@@ -32,146 +30,110 @@ KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(
-    "points", [[(6, 1.0), (38, 2.2), (94, 9.0)], [(1, 5.0), (10, 4.0)], [(10, 1.0), (20, 8.0)], [(7, 3.0)]], ids=str
-)
-def test_the_fit_has_the_least_relative_error_and_neither_part_is_negative(points):
-    # Red when: errors count in seconds, so that the largest K decides alone.
-    error = lambda a, b: sum(((a + b * x) / y - 1) ** 2 for x, y in points)  # noqa: E731
-    a, b = line(points)
-    assert a >= 0 and b >= 0
-    best = error(np.arange(600)[:, None] / 100, np.arange(600) / 1000).min()  # of a grid
-    assert error(a, b) <= best + 1e-9
+def about(ratio: float, by: float = 0.01) -> Measurement:
+    """A way whose quartiles lie so far from its ratio."""
+    return Measurement(Spread(ratio - by, ratio, ratio + by), 7)
 
 
-def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
-    # Brute force over many random figures, with and without an engine of another gradient, a thinned
-    # step that selects nothing, and measurements beside the lines. Red with max for min, with the lines' seconds alone,
-    # where the thinned step is chosen or moves the break-even; where the break-even stays that of the lines although a
-    # measurement contradicts it, or plain indexing has another cost than the plain step that it runs.
-    rng = random.Random(0)
-    engines = ["sliced", "recompute", "new", "thinned"]
-    full_s = 0.8  # the update is a tenth of a second
+def test_the_choice_is_the_fastest_way_that_may_be_chosen_and_is_conclusively_faster():
+    # Brute force over many random figures. Red with max for min; where the thinned step, a way of another gradient, or
+    # one whose quartiles lie around 1 is chosen; and where plain indexing has another cost than the plain step.
+    rng, seen = random.Random(0), set[str]()
     for _ in range(300):
-        costs = [Cost(way, rng.random(), rng.random() / 50, rng.random() * 1e6, rng.random()) for way in engines]
         another = rng.choice([{}, {"recompute": ("another", "it is another one")}])
-        beside = [(way, keep) for way in engines for keep in KEEPS if rng.random() < 0.5]
-        measured = {key: Measurement(0, 2 * rng.random(), round(rng.random() * 1e6)) for key in beside}
-        options = {"num_rows": 100, "keeps": KEEPS, "measured": measured, "gradients": another}
-        plan = make_plan(costs, PlainStep(0.7, 0.5, 0.1, 500_000), **options)
-        assert plan.full_s == pytest.approx(full_s)
+        measured = {
+            (way, keep): about(rng.uniform(0.3, 1.5), rng.random() / 4)
+            for way in ("sliced", "recompute", "thinned") for keep in KEEPS
+        }  # fmt: skip
+        plan = make_plan(PlainStep(0.8, 0.6, 5), measured, num_rows=100, keeps=KEEPS, gradients=another)
         for keep, choice in zip(KEEPS, plan.choices, strict=True):
-            totals: dict[str, tuple[float, int]] = {"masked": (full_s, 500_000)}
-            for c in costs:
-                seconds = c.fixed_s + c.per_row_s * 100 * keep
-                peak = round(c.fixed_bytes + c.per_row_bytes * 100 * keep)
-                if point := measured.get((c.engine, keep)):
-                    seconds, peak = point.seconds, point.peak_bytes
-                totals[c.engine] = seconds + 0.1, peak
-            able = {way: total for way, total in totals.items() if way not in (*another, "thinned")}
-            expected = min(able, key=lambda way: able[way][0])
-            assert choice.engine == expected
-            assert choice.step_s == pytest.approx(totals[expected][0])
-            assert choice.ratio == pytest.approx(totals[expected][0] / full_s)
-            assert choice.peak_bytes == totals[expected][1]
-        without = make_plan(costs[:-1], PlainStep(0.7, 0.5, 0.1, 500_000), **options)
-        assert plan.break_even_keep == without.break_even_keep and plan.pays == without.pays
-        assert plan.choice == plan.choices[0]
-
-        # Break-even, choices, speed-ups and the reason never contradict each other.
-        pays = {way.keep: way.engine != "masked" for way in plan.choices}
-        for keep, choice in zip(KEEPS, plan.choices, strict=True):
-            assert (choice.ratio < 1) == pays[keep]
-            if all(pays[k] for k in KEEPS if k <= keep):
-                assert keep <= plan.break_even_keep
-            assert pays[keep] or keep >= plan.break_even_keep
+            ratios = {way: point.ratio for (way, at), point in measured.items() if at == keep}
+            faster = {
+                way: ratio.median for way, ratio in ratios.items()
+                if way not in (*another, "thinned") and (ratio.q3 <= 1 or ratio.q1 >= 1)
+            }  # fmt: skip
+            expected = min({"masked": 1.0} | faster, key=({"masked": 1.0} | faster).__getitem__)
+            assert choice.engine == expected and choice.step_s == pytest.approx(0.8 * choice.ratio)
+            assert choice.peak_bytes == (5 if expected == "masked" else 7)
+            seen.add(expected)
         assert all(way.ratio == 1 for way in plan.ways if way.engine == "masked")
-        assert plan.pays == pays[KEEPS[0]] != plan.reason.startswith("training on all rows is fastest")
-        if not any(pays.values()) and plan.break_even_keep == 0:
-            assert "pays" not in plan.reason
-        if pays[0.9] and not all(pays.values()):
-            listed = ", ".join(f"{keep:g}" for keep in KEEPS if pays[keep])
-            assert f"pays at keep {listed} of the keeps asked for" in plan.reason
+        assert plan.pays is (plan.choices[0].engine != "masked") and plan.choice is plan.choices[0]
+        assert plan.pays != plan.reason.startswith("training on all rows is fastest")
+        paying = [f"{keep:g}" for keep, way in zip(KEEPS, plan.choices, strict=True) if way.engine != "masked"]
+        assert not paying or f"of the keeps measured, selecting pays at {', '.join(paying)}." in plan.reason
+    assert seen == {"masked", "sliced", "recompute"}
 
 
 def test_the_limit_is_that_of_a_backward_of_k_rows():
-    # (F + kB + U) / (F + B + U) with F = 1, B = 2, U = 0.5. Red when: the update is left out, k is the keep asked for
-    # and not K / N.
-    plan = make_plan([Cost("sliced", 1.0, 0.2)], PlainStep(3, 2, update_s=0.5), num_rows=10, keeps=[0.25, 1.0])
+    # (F + kB + U) / (F + B + U) with F = 1, B = 2, U = 0.5. Red where k is the keep asked for and not K / N.
+    measured = {("sliced", 0.25): about(2.1 / 3.5), ("sliced", 1.0): about(1.0)}
+    plan = make_plan(PlainStep(3.5, 2 / 3.5), measured, num_rows=10, keeps=[0.25, 1.0])
     assert [way.limit for way in plan.ways] == pytest.approx([(1 + 0.3 * 2 + 0.5) / 3.5] * 2 + [1, 1])
-    sliced = plan.ways[1]
-    assert sliced.ratio == pytest.approx(sliced.limit)  # it costs exactly F + kB
     assert "sliced takes 0.60 of the plain step at keep 0.25 (K = 3 of 10), the limit is 0.60: 2.10 s" in plan.reason
 
 
 def test_the_reason_says_where_selecting_does_not_pay():
-    # Red when: a model is called too small whose step is long, or which pays at another keep.
-    costs = [Cost("sliced", 2.0, 0.02), Cost("recompute", 1.6, 0.03)]
-    plan = make_plan(costs, PlainStep(3, 2), num_rows=100, keeps=[0.9, 0.25])
-    assert plan.choice.engine == "masked" and not plan.pays
-    assert plan.break_even_keep == pytest.approx(0.5)
+    # Red when: a model is called too small whose step is long, or where a way is inconclusive.
+    said = "training on all rows is fastest at keep 0.9 (K = 90 of 100): it takes 3.00 s, and the limit is 0.93 of it; "
+    measured = {("sliced", 0.9): about(1.2), ("recompute", 0.9): about(1.1), ("sliced", 0.25): about(0.7)}
+    plan = make_plan(PlainStep(3, 2 / 3), measured, num_rows=100, keeps=[0.9, 0.25])
+    assert [way.engine for way in plan.choices] == ["masked", "sliced"] and not plan.pays
     assert plan.reason == (
-        "training on all rows is fastest at keep 0.9 (K = 90 of 100): it takes 3.00 s, and the limit is 0.93 of it; "
-        "sliced takes 3.80 s; recompute takes 4.30 s; selecting pays up to keep 0.50."
+        f"{said}recompute takes 3.30 s; sliced takes 3.60 s; of the keeps measured, selecting pays at 0.25."
     )
-    assert [way.engine for way in plan.choices] == ["masked", "recompute"]
-    never = make_plan([Cost("sliced", 3.5, 0.01)], PlainStep(3, 2), num_rows=100, keeps=[0.1])
-    assert never.break_even_keep == 0 and not never.pays
+    never = make_plan(PlainStep(3, 2 / 3), {("sliced", 0.9): about(1.2)}, num_rows=100, keeps=[0.9])
     assert never.reason == (
-        "training on all rows is fastest at keep 0.1 (K = 10 of 100): it takes 3.00 s, and the limit is 0.40 of it; "
-        "sliced takes 3.60 s; fewer rows save nothing, so look at `rowprop verify`, which lists the ops "
-        "that run on all rows at any keep."
+        f"{said}sliced takes 3.60 s; fewer rows save nothing, so look at `rowprop verify`, which lists the ops that "
+        "run on all rows at any keep."
     )
-    slow = [Cost("sliced", 4e-4, 1e-7)]
-    tiny = make_plan(slow, PlainStep(3e-4, 2e-4), num_rows=8, keeps=[0.25])
-    assert tiny.reason == (
-        "training on all rows is fastest at keep 0.25 (K = 2 of 8): it takes 0.3 ms, and the limit is 0.50 of it; "
-        "sliced takes 0.4 ms; the model is too small for selecting to pay here, which is expected of a toy model: "
-        "a step this short is mostly the fixed cost of calling ops, and fewer rows do not lower it."
+    tiny = make_plan(PlainStep(3e-4, 2 / 3), {("sliced", 0.25): about(1.3)}, num_rows=8, keeps=[0.25])
+    assert tiny.reason.endswith(
+        "; the model is too small for selecting to pay here, which is expected of a toy model: a step this short is "
+        "mostly the fixed cost of calling ops, and fewer rows do not lower it."
+    )
+    unclear = make_plan(PlainStep(3, 2 / 3), {("sliced", 0.9): about(0.95, 0.1)}, num_rows=100, keeps=[0.9])
+    assert unclear.reason == (
+        f"{said}sliced takes 2.85 s, inconclusive (0.85 to 1.05 of the plain step); whether selecting pays is "
+        "inconclusive: measure again without other work, or with more rounds."
     )
 
 
 def test_a_faster_way_of_another_gradient_is_named_and_not_chosen():
-    # Red when the way of another gradient is chosen, hidden, or gives the other ways its break-even.
-    costs = [Cost("sliced", 2.0, 0.02), Cost("recompute", 0.1, 0.001)]
+    # Red when the way of another gradient is chosen or hidden.
+    measured = {("sliced", 0.25): about(2.5 / 3), ("recompute", 0.25): about(0.125 / 3)}
     why = "the second forward draws other dropout masks, so its gradient is another one"
     policies = {"recompute": ("another", why), "sliced": ("by policy", "batchnorm='rows': it is a projection")}
-    plan = make_plan(costs, PlainStep(3, 2), num_rows=100, keeps=[0.25, 0.9], gradients=policies)
-    assert [way.engine for way in plan.choices] == ["sliced", "masked"]
-    assert plan.break_even_keep == pytest.approx(0.5)
+    plan = make_plan(PlainStep(3, 2 / 3), measured, num_rows=100, keeps=[0.25], gradients=policies)
     found = {way.engine: way.gradient for way in plan.ways}
     assert found == {"masked": "same", "sliced": "by policy", "recompute": "another"}
     assert plan.reason == (
         "sliced takes 0.83 of the plain step at keep 0.25 (K = 25 of 100), the limit is 0.50: 2.50 s instead of 3.00 "
-        "s, predicted; recompute takes 125 ms and is not chosen: the second forward draws other dropout masks, so its "
-        "gradient is another one; sliced has the gradient of batchnorm='rows': it is a projection; selecting pays up "
-        "to keep 0.50."
+        "s; recompute takes 125 ms and is not chosen: the second forward draws other dropout masks, so its gradient is "
+        "another one; sliced has the gradient of batchnorm='rows': it is a projection; of the keeps measured, "
+        "selecting pays at 0.25."
     )
 
 
 def test_the_plan_says_how_far_its_figures_can_be_trusted():
-    # Red when ways without a measurement have errors, or the mean stands for the median.
-    costs = [Cost("sliced", 1.0, 0.01), Cost("recompute", 1.0, 0.02)]
-
-    def planned(measured: dict, rounds: int = 4, spread: float | None = 0.021) -> rowprop.cost.Plan:
-        figures = {"measured": measured, "rounds": rounds, "spread": spread}
-        return make_plan(costs, PlainStep(3.0, 2.0), num_rows=100, keeps=[0.5, 0.25], **figures)
-
-    plan = planned({})
-    assert (plan.error, plan.worst_error) == (None, None)
+    # Red when a keep that was not measured, or a way that varies too much, goes unnamed.
+    measured = {("sliced", 0.5): about(0.7), ("recompute", 0.5): about(1.01, 0.02)}
+    plan = make_plan(PlainStep(3, 2 / 3), measured, num_rows=100, keeps=[0.5, 0.25, 0.1], rounds=4)
     assert plan.certainty == (
-        "Rounds measured of each step: 4 (the middle half lies within 2.1 %). No keep asked for was measured, so the "
-        "error of the predictions is unknown."
+        "Rounds measured of each step: 4. Inconclusive, the rounds vary more than the steps differ: recompute at keep "
+        "0.5. There was no time for keep 0.25, 0.1: raise seconds."
     )
-    # 1.5 was predicted and 1.2 measured, off by 25 %; 2.0 and 2.0; 1.5 and 1.25, off by 20 %
-    measured = {("sliced", 0.5): Measurement(50, 1.2), ("recompute", 0.5): Measurement(50, 2.0)}
-    plan = planned(measured)
-    assert plan.certainty.endswith("The predictions miss the measurements, at keep 0.5, by 12.5 %, at most 25.0 %.")
-    plan = planned(measured | {("recompute", 0.25): Measurement(25, 1.25)})
-    assert (plan.error, plan.worst_error) == pytest.approx((0.2, 0.25))
-    assert plan.certainty.endswith("miss the measurements, at keep 0.5, 0.25, by 20.0 %, at most 25.0 %.")
-    assert planned({}, 1, None).certainty.startswith("Rounds measured of each step: 1. No keep")
-    assert {"certainty", "spread", "error", "worst_error", "rounds"} <= plan.to_dict().keys()
+    assert {way.keep for way in plan.ways} == {0.5} and {"certainty", "rounds", "skipped"} <= plan.to_dict().keys()
+
+
+def test_a_slow_round_changes_no_ratio():
+    # Another process slows three rounds by factors of 1, 3 and 2. Red with the medians of the seconds in place of those
+    # of the ratios, and without the update.
+    def timing(*seconds: float) -> Timing:
+        return Timing(tuple({"backward": s / 2, "update": s / 2} for s in seconds), 0)
+
+    assert measurement(timing(2.0, 6.0, 4.0), timing(4.0, 12.0, 8.0)).ratio == Spread(0.5, 0.5, 0.5)
+    found = measurement(timing(2.0, 60.0, 4.0), timing(4.0, 12.0, 8.0)).ratio
+    assert (found.q1, found.median) == (0.5, 0.5)
 
 
 def conv() -> nn.Module:
@@ -199,8 +161,7 @@ def test_a_plan_lists_every_way_at_every_keep_and_leaves_nothing_behind():
     assert found == [(way, keep) for keep in (0.25, 0.5) for way in ("masked", "sliced", "recompute")]
     assert result.num_rows == 16
     for way in result.ways:
-        assert way.step_s > 0 and way.predicted_s > 0 and way.peak_bytes > 0
-        assert (way.measured_s is None) == (way.engine == "masked")  # it costs the plain step
+        assert way.step_s > 0 and way.peak_bytes > 0
         assert way.ratio == pytest.approx(way.step_s / result.full_s)
     assert json.loads(json.dumps(result.to_dict()))["choice"]["keep"] == 0.25
 
@@ -236,7 +197,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
     return Clocked(monkeypatch)
 
 
-def test_predictions_are_the_lines_through_what_was_measured(clocked: Clocked):
+def test_each_way_costs_what_its_steps_take(clocked: Clocked):
     # A forward takes 3 per row with a graph and 1 without, a backward 5 per row it runs on.
     with_graph, without = (clocked.layer(lambda k, each=each: each * k, lambda k: 5 * k) for each in (3, 1))
 
@@ -249,12 +210,10 @@ def test_predictions_are_the_lines_through_what_was_measured(clocked: Clocked):
     for way in result.ways:
         k = math.ceil(way.keep * 32)
         expected = {"masked": 256, "sliced": 96 + 5 * k, "recompute": 32 + 8 * k}[way.engine]
-        assert way.predicted_s == pytest.approx(expected)
         assert way.step_s == pytest.approx(expected)
         assert way.limit == pytest.approx((96 + 5 * k) / 256)  # red with the forward in place of the backward
-    # sliced and recompute cost the same at K = 64 / 3, sliced and the plain step at N
+    # sliced and recompute cost the same at K = 64 / 3
     assert [way.engine for way in result.choices] == ["recompute", "recompute", "recompute", "sliced", "sliced"]
-    assert result.break_even_keep == 1
 
 
 @pytest.mark.parametrize("attention", ["exact", "cut"])
@@ -282,7 +241,7 @@ def test_a_plan_of_tokens_costs_the_flops_of_picks_of_tokens(attention: str, mon
     way = result.ways[1]
     assert (result.unit, result.num_rows, way.kept) == ("token", LABELS.numel(), kept)
     assert result.full_s == pytest.approx(whole / 1e9)
-    assert way.measured_s == pytest.approx((forward.total_flops + sliced.total_flops) / 1e9)
+    assert way.step_s == pytest.approx((forward.total_flops + sliced.total_flops) / 1e9)
     assert way.limit == pytest.approx((forward.total_flops + backward.total_flops * kept / LABELS.numel()) / whole)
     assert way.limit < way.ratio < 1 and result.choice is way
     assert way.gradient == ("by policy" if attention == "cut" else "same")
@@ -291,21 +250,8 @@ def test_a_plan_of_tokens_costs_the_flops_of_picks_of_tokens(attention: str, mon
     assert ("attention='cut': keys and values of tokens that are not kept" in result.reason) == (attention == "cut")
 
 
-@pytest.mark.parametrize("asked", [(2, 12, 30), (1, 2, 3)], ids=["the anchors", "no row beside is free"])
-def test_no_prediction_has_seen_the_measurement_beside_it(asked: tuple[int, ...], clocked: Clocked):
-    # At the numbers of rows asked for, a backward takes longer than on the line of all others. Red when the lines are
-    # also laid through these measurements.
-    costly, n = clocked.layer(lambda k: 3 * k, lambda k: 5 * k + 1000 * (k in asked)), 32 if asked[-1] > 3 else 4
-    losses = lambda model, batch: costly(model(batch)).square().squeeze(1)  # noqa: E731
-    options = {"keep": [k / n for k in asked], "rounds": 3, "optimizer": None, "seconds": 1e6}
-    result = plan(nn.Linear(3, 1), torch.randn(n, 3), losses, **options)
-    for k, way in zip(asked, [way for way in result.ways if way.engine == "sliced"], strict=True):
-        assert way.measured_s == pytest.approx(3 * n + 5 * k + 1000)
-        assert way.predicted_s == pytest.approx(3 * n + 5 * k + (1000 if n == 4 else 0))
-
-
 @pytest.mark.usefixtures("any_count")
-def test_a_thinned_step_is_predicted_beside_the_ways_to_select(clocked: Clocked):
+def test_a_thinned_step_is_measured_beside_the_ways_to_select(clocked: Clocked):
     # Forward 1 and backward 2 for each row and block, the backward below the top block at the drawn rows.
     # Red where nothing is thinned, where the handle is ended before the backward, and where hooks stay on the model.
     costly, n = clocked.layer(lambda k: k, lambda k: 2 * k), 32
@@ -321,7 +267,7 @@ def test_a_thinned_step_is_predicted_beside_the_ways_to_select(clocked: Clocked)
     found = [way for way in result.ways if way.engine == "thinned"]
     for keep, way in zip(KEEPS, found, strict=True):
         expected = 3 * n + 2 * n + 2 * 2 * math.ceil(keep * n)
-        assert way.predicted_s == pytest.approx(expected) and way.measured_s == pytest.approx(expected)
+        assert way.step_s == pytest.approx(expected)
         assert way.gradient == "in expectation" and way not in result.choices
     assert " and is not chosen: it selects nothing, and its gradient is that of all rows in exp" in result.reason
     alone = plan(model.eval(), batch, losses, keep=0.5, optimizer=None, seconds=1e9)
@@ -331,15 +277,15 @@ def test_a_thinned_step_is_predicted_beside_the_ways_to_select(clocked: Clocked)
 @pytest.mark.parametrize(
     ("plain_s", "at_most_s", "rounds", "steps", "measured"),
     [
-        (0.02, 60, 7, 17, KEEPS),  # everything: the plain step, 2 ways at 3 anchors and 5 keeps
-        (1.3, 62, 3, 15, (0.1, 0.25, 0.5, 0.75)),
-        (2.0, 62, 3, 9, (0.1,)),  # three anchors, and the keep of the choice
-        (20.0, 300, 1, 5, ()),  # two anchors, once, and once for the memory: about 14 plain steps
+        (0.02, 60, 7, 11, KEEPS),  # everything: the plain step, and 2 ways at 5 keeps
+        (1.8, 62, 3, 9, (0.1, 0.25, 0.5, 0.75)),
+        (4.0, 62, 3, 5, (0.1, 0.25)),
+        (20.0, 150, 1, 3, (0.1,)),  # the first keep, once, and once for the memory
     ],
 )
 def test_the_time_is_spent_on_what_matters_most(plain_s, at_most_s, rounds, steps, measured, clocked: Clocked):
-    # Forward and scoring take 1/3 of the plain step, the backward 2/3. Red when: the keeps asked for always run (340
-    # steps), one round is not enough, or the warm-up is never left out.
+    # Forward and scoring take 1/3 of the plain step, the backward 2/3. Red when: the keeps asked for always run, one
+    # round is not enough, or the warm-up is never left out.
     n = 32
     costly = clocked.layer(lambda k: plain_s / 3 * k / n, lambda k: plain_s * 2 / 3 * k / n)
     losses = lambda model, batch: costly(model(batch)).square().squeeze(1)  # noqa: E731
@@ -352,15 +298,13 @@ def test_the_time_is_spent_on_what_matters_most(plain_s, at_most_s, rounds, step
     # each round.
     warmup = 2 if plain_s < 1 else 0
     assert len(clocked.backwards) == 3 + steps * (warmup + 1 + rounds)
-    assert {way.keep for way in result.ways if way.measured_s is not None} == set(measured)
+    assert {way.keep for way in result.ways} == set(measured)
+    assert result.skipped == tuple(keep for keep in KEEPS if keep not in measured)
     for way in result.ways:
         k = math.ceil(way.keep * n) / n
         expected = {"masked": 1, "sliced": (1 + 2 * k) / 3, "recompute": 1 / 3 + k}[way.engine]
-        assert way.predicted_s == pytest.approx(plain_s * expected) and way.step_s == pytest.approx(way.predicted_s)
-    assert {way.engine for way in result.choices} == {"sliced"} and result.break_even_keep == pytest.approx(1)
-    assert "; selecting pays at any keep." in result.reason
-    assert ("No keep asked for was measured" in result.certainty) == (not measured)
-    assert result.error == (None if not measured else pytest.approx(0, abs=1e-9))
+        assert way.step_s == pytest.approx(plain_s * expected)
+    assert {way.engine for way in result.choices} == {"sliced"}
 
     assert told[0] == ("about 60 s at most", 0.0)
     assert told[1][0].startswith(f"{steps} kinds of step, about ")
@@ -501,7 +445,7 @@ def test_plan_and_verify_name_the_policy_of_sliced_alike(batchnorm: str):
     assert (words in verdict) == by_policy
     gradients = {engine: ("by policy", policy) for engine, policy in policies_on(model, batchnorm).items()}
     options = {"num_rows": 100, "keeps": [0.1], "gradients": gradients}
-    said = make_plan([Cost("sliced", 1, 0.09)], PlainStep(10.0, 9.0), **options).reason
+    said = make_plan(PlainStep(10.0, 0.9), {("sliced", 0.1): about(0.2)}, **options).reason
     assert (f"sliced has the gradient of batchnorm='rows': {words}" in said) == by_policy
 
 
@@ -511,18 +455,6 @@ def test_an_error_of_the_losses_function_passes_through():
 
     with pytest.raises(KeyError, match="labels"):
         plan(conv(), BATCH, losses)
-
-
-def test_a_slow_round_slows_down_no_way():
-    # Another process slows three rounds by factors of 1, 3 and 2; later one step alone is disturbed. Red without the
-    # correction: the rounds lie far apart, and the seconds are 2, 4, 10 and 12 in the end.
-    takes, slow = [1.0, 2.0, 5.0, 4.0], [1.0, 3.0, 2.0]
-    steps = [[take * factor for factor in slow] for take in takes]
-    for spread, take in zip(_levelled(steps), takes, strict=True):
-        assert (spread.q1, spread.median, spread.q3) == pytest.approx((2 * take,) * 3)
-    steps[3][0] = 40.0
-    found = [spread.median for spread in _levelled(steps)]
-    assert [seconds / found[0] for seconds in found] == pytest.approx(takes)
 
 
 def test_recompute_holds_the_graph_of_the_kept_rows_only():
@@ -556,23 +488,6 @@ def test_bad_input_is_one_sentence(given, sentence):
         plan(arguments.pop("model"), arguments.pop("batch"), arguments.pop("losses_fn"), **arguments)
 
 
-def test_the_benchmark_holds_each_figure_against_its_bar():
-    # Red when: a bar judges another figure.
-    def missed(regret: float, worst: float, error: float, speedup: float) -> list[str]:
-        found = {
-            "regret of the choice": {"median": regret, "worst": worst},
-            "error of the predicted step time": {"median": error, "worst": 9.0},
-            "error of the predicted speed-up, in a later run": {"median": speedup, "worst": 9.0},
-            "error of the predicted step time, in a later run": {"median": 9.0, "worst": 9.0},
-        }
-        return [bar["bar"].split(",")[0] for bar in bars(found) if not bar["met"]]
-
-    assert missed(1.04, 1.16, 0.11, 0.1) == ["worst regret 1.160", "median error of the step time 0.110"]
-    later = "median error of the speed-up in a later run 0.110"
-    assert missed(1.06, 1.06, 0.1, 0.11) == ["median regret 1.060", later]
-    assert missed(1.05, 1.15, 0.1, 0.1) == []
-
-
 def run(*arguments: str):
     return CliRunner().invoke(app, ["plan", *arguments])
 
@@ -580,14 +495,14 @@ def run(*arguments: str):
 def test_the_command_prints_a_table_and_the_reason_or_one_json_object():
     result = run("model_cases:with_batchnorm", "--input-shape", "8x2x8x8", "--keep", "0.5,0.25", "--rounds", "3")
     assert result.exit_code == 0, result.stderr
-    for text in ("N = 8", "a step", "predicted", "measured", "recompute", "sliced", "keep 0.5"):
+    for text in ("N = 8", "a step", "of plain", "quartiles", "recompute", "sliced", "keep 0.5"):
         assert text in result.stdout
     result = run("model_cases:complete", "--json", "--keep", "0.5", "--rounds", "3")
     found = json.loads(result.stdout)
-    assert {"ways", "break_even_keep", "choice", "reason", "model"} <= found.keys()
-    assert {"engine", "limit", "keep", "predicted_s", "ratio", "peak_bytes"} <= found["ways"][0].keys()
-    assert found["choice"] in found["ways"] and found["certainty"].startswith("Rounds measured of each step: 3 ")
-    assert found["dispatch"] == building.find()[1] and f"; dispatch: {found['dispatch']}. " in found["certainty"]
+    assert {"ways", "choices", "choice", "reason", "model"} <= found.keys()
+    assert {"engine", "limit", "keep", "step_s", "ratio", "low", "high", "peak_bytes"} <= found["ways"][0].keys()
+    assert found["choice"] in found["ways"] and found["certainty"].startswith("Rounds measured of each step: 3; ")
+    assert found["dispatch"] == building.find()[1] and f"; dispatch: {found['dispatch']}." in found["certainty"]
 
 
 @pytest.mark.parametrize(

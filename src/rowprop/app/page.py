@@ -183,7 +183,6 @@ def write_plan(out: Path, model: str, plan: Plan, where: Mapping[str, Any]) -> N
         out, "plan.html.j2", "step-time", step_time(plan), model=model, plan=plan, where=where, columns=WAY_COLUMNS,
         rows=[way_row(way, plan) for way in plan.ways],
         chosen=[place for place, way in enumerate(plan.ways) if way in plan.choices],
-        has_lines=len({way.keep for way in plan.ways}) > 1,
     )  # fmt: skip
 
 
@@ -235,31 +234,14 @@ def count_batches(
 
 @drawing()
 def step_time(plan: Plan) -> Figure:
-    """Draw a step's time against keep: a line, straight in K, for the prediction of each way, dots for measurements."""
+    """Draw a step's time at each keep measured, dots joined by lines, a colour for each way."""
     figure, axes = new_figure(f"fraction of {plan.unit}s kept", "step, ms")
     for engine, colour in zip(dict.fromkeys(way.engine for way in plan.ways), itertools.cycle(COLOURS), strict=False):
         ways = sorted((way for way in plan.ways if way.engine == engine), key=lambda way: way.keep)
-        xs, ys, name = (
-            [way.kept / plan.num_rows for way in ways],
-            [1000 * way.predicted_s for way in ways],
-            named(engine),
-        )
-        if xs[0] < xs[-1]:
-            slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0])
-            ends = [1 / plan.num_rows, 1.0]
-            axes.plot(ends, [ys[0] + slope * (x - xs[0]) for x in ends], color=colour, label=name)
-            name = None
-        measured = [(x, 1000 * way.measured_s) for x, way in zip(xs, ways, strict=True) if way.measured_s is not None]
-        if measured:
-            axes.plot(*zip(*measured, strict=True), "o", color=colour, markersize=6.5, label=name)
+        xs, ys = [way.kept / plan.num_rows for way in ways], [1000 * way.step_s for way in ways]
+        axes.plot(xs, ys, "o-", color=colour, markersize=6.5, label=named(engine))
     plain_ms, name = 1000 * plan.full_s, f"plain step, all {plan.unit}s"
     axes.plot([0, 1], [plain_ms, plain_ms], color=GREY, linestyle=(0, (6, 3)), label=name)
-    break_even = plan.break_even_keep
-    if 0 < break_even < 0.995:
-        axes.axvline(break_even, color=GREY, linestyle=(0, (2, 2)), linewidth=1.2)
-        words, place = f" break-even at {break_even:.2f} ", (break_even, 0.03)
-        side = "right" if break_even > 0.5 else "left"
-        axes.annotate(words, place, xycoords=("data", "axes fraction"), ha=side, color=SOFT)
     axes.set_xlim(0, 1.02)
     axes.set_ylim(bottom=0)
     legend(figure)

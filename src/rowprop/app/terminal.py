@@ -32,7 +32,7 @@ KNOWN = 0.01  # of the work; the time of a smaller part does not say how long th
 WORST = 8  # parameters that a table shows
 LINES = 12  # ops and modules that a table shows
 WAY_COLUMNS = (
-    "keep", "way", "predicted, ms", "measured, ms", "of plain", "limit", "peak, MB", "gradient", "",
+    "keep", "way", "step, ms", "of plain", "quartiles", "limit", "peak, MB", "gradient", "",
 )  # fmt: skip
 
 
@@ -284,8 +284,8 @@ def show_plan(console: Console, model: str, result: Plan) -> None:
 def way_row(way: Way, result: Plan) -> tuple[str, ...]:
     """A way's row under WAY_COLUMNS."""
     return (
-        f"keep {way.keep:g}", way.engine, f"{1000 * way.predicted_s:.3g}",
-        "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}", f"{way.ratio:.2f}", f"{way.limit:.2f}",
+        f"keep {way.keep:g}", way.engine, f"{1000 * way.step_s:.3g}", f"{way.ratio:.2f}",
+        "" if way.engine == "masked" else f"{way.low:.2f} to {way.high:.2f}", f"{way.limit:.2f}",
         f"{way.peak_bytes / 1e6:.3g}", way.gradient,
-        "chosen" if way in result.choices else "",
+        "chosen" if way in result.choices else "inconclusive" if way.inconclusive else "",
     )  # fmt: skip

@@ -1,13 +1,11 @@
-"""What each way to train on K rows costs: steps of a user's model, lines through them, and the advice that follows."""
+"""What each way to train on K rows costs, measured on a user's model, and the advice that follows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import product
-from statistics import median
 from typing import Any, cast
 
 import torch
@@ -17,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from rowprop.backprop.pick import Attention, BatchNorm, Unit
 from rowprop.batch import take
 from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, check_within
-from rowprop.cost.findings import grouped
 from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, ignored, measure
 from rowprop.cost.timing import THINNED, MakeOptimizer, Variant, routines_of
 from rowprop.cost.zeros import ZeroPlace, find_zeros
@@ -37,8 +34,7 @@ WHOLE_ROWS = LEFT_OUT, "its second forward takes whole rows, not tokens"
 IN_EXPECTATION = "it selects nothing, and its gradient is that of all rows in expectation"
 SHORT_S = 0.005  # a shorter plain step is mostly calls of ops, each of which costs tens of microseconds at any size
 Key = tuple[str, float]  # a way at a keep: its engine, and the keep
-ANCHORS = (1 / 16, 3 / 8, 15 / 16)  # the keeps of the lines; a row more or less where the user asked for so many rows
-ENOUGH = 3  # rounds; a further keep is measured only if so many rounds of all still fit
+ENOUGH = 3  # rounds; a keep after the first is measured only if so many rounds of all still fit
 WARMUP = 2  # rounds before those that count, if there is time for all of them
 Gradients = Mapping[str, tuple[str, str]]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -65,13 +61,13 @@ def plan(
 ) -> Plan:
     """Measure the cost of each way of selecting on your own model and batch, beside the limit; it changes nothing.
 
-    Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at a few numbers of kept rows;
-    straight lines through the medians predict the others. The ways are ``sliced``; ``recompute``; ``masked``, plain
-    indexing, which costs the plain step; and ``thinned``, for a model in training mode that has blocks for
-    :func:`rowprop.thin`: the step of all rows with this ``keep`` after every block. Each way then runs at the keeps
-    asked for, which the lines have not seen, as far as there is time. A way of another gradient than plain indexing's
-    (``recompute`` with BatchNorm or dropout in training, ``thinned``) is listed, and never chosen. No engine follows
-    the :class:`~rowprop.cost.Plan` by itself; ``print(result)`` is the short of it.
+    Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at each keep asked for. The ways
+    are ``sliced``; ``recompute``; ``masked``, plain indexing, which costs the plain step; and ``thinned``, for a model
+    in training mode that has blocks for :func:`rowprop.thin`: the step of all rows with this ``keep`` after every
+    block. A way of another gradient than plain indexing's (``recompute`` with BatchNorm or dropout in training,
+    ``thinned``) is listed, and never chosen. Where the rounds vary more than a way differs from the plain step, it is
+    called inconclusive, and not chosen. No engine follows the :class:`~rowprop.cost.Plan` by itself; ``print(result)``
+    is the short of it.
 
     Args:
         model: An ``nn.Module``, measured in the modes it is in.
@@ -84,16 +80,15 @@ def plan(
         unit: ``"row"`` (default) or ``"token"``: a loss per token, and N, K and ``keep`` are of tokens. The one way
             beside ``masked`` is then ``sliced``.
         rounds: How often each step is measured at most, 1 or more. Default 7.
-        seconds: The time that measuring may take, above 0; default 60. The plain step and each way at two numbers of
-            kept rows are measured at least once; then the first keep asked for, a third number of rows for the lines,
-            and the other keeps, each where three rounds of all still fit.
+        seconds: The time that measuring may take, above 0; default 60. The plain step and each way at the first keep
+            are measured at least once; each further keep only where three rounds of all still fit.
         tick: Called with a line on the work at hand and the fraction of all work done. Default None.
 
     Raises:
         InvalidInput: An argument is out of its range, or the losses do not fit. Errors of ``losses_fn`` pass.
 
     Cost:
-        About ``seconds``; less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them; about 14 plain
+        About ``seconds``; less where steps are fast: ``(rounds + 3) * (1 + 3 * len(keep))`` of them; about 9 plain
         steps where one is longer than a tenth of it. Parameters, gradients, buffers and random state are put back.
 
     Example:
@@ -125,24 +120,26 @@ def plan(
         gradients["recompute"] = second
     if second is None or second[0] != LEFT_OUT:
         ways.append("recompute")
-    anchors = [k / n for k in _anchors(n, {count_kept(keep, n) for keep in keeps})]
-    variants = {(engine, k): Variant(engine, k) for engine in ways for k in (*anchors, *keeps)}
+    variants = {(engine, keep): Variant(engine, keep) for keep in keeps for engine in ways}
     made = routines_of(
         model, batch, losses_fn, [Variant(), *variants.values()],
         optimizer=None if optimizer is None else OPTIMIZERS[optimizer], sliced=sliced, unit=unit,
     )  # fmt: skip
     with made as (routines, devices):
         steps = {key: routines[variant] for key, variant in variants.items()}
-        # The most important first; a group is measured together or not at all.
-        order = [[anchors[0], anchors[-1]], keeps[:1], anchors[1:-1], *([k] for k in keeps[1:])]
-        groups = [[key for key in steps if key[1] in group] for group in order if group]
+        groups = [[key for key in steps if key[1] == keep] for keep in keeps]
         plain, timings = _measured(
             routines[Variant()], steps, groups, devices, rounds=rounds, seconds=seconds, begun_s=begun_s, tell=tell
         )
     with backward_undone(model, batch), torch.enable_grad(), find_zeros(model) as zeros:
         cast(Any, losses_of(losses_fn, model, batch, unit=unit).mean()).backward()
-    fitted = _fitted(plain, timings, n, anchors, keeps, gradients)
-    return replace(fitted, unit=unit, zeros=next(iter(zeros.places), None), dispatch=find()[1])
+    found = make_plan(
+        plain_step(plain), {key: measurement(timing, plain) for key, timing in timings.items()},
+        num_rows=n, keeps=keeps, gradients=gradients, rounds=len(plain.rounds),
+    )  # fmt: skip
+    scoring = timings.get(("recompute", keeps[0]))
+    phases_s = found.phases_s | ({} if scoring is None else {"score": scoring.spread("score").median})
+    return replace(found, phases_s=phases_s, unit=unit, zeros=next(iter(zeros.places), None), dispatch=find()[1])
 
 
 def _keeps(keep: object) -> list[float]:
@@ -249,125 +246,39 @@ def _affordable(groups: Sequence[Sequence[Key]], plain_steps: float, rounds: int
     return chosen, WARMUP if (WARMUP + 1 + rounds) * cost <= plain_steps else 0
 
 
-def _anchors(n: int, asked: Collection[int]) -> list[int]:
-    """Numbers of rows that the lines go through; one that is ``asked`` for moves by a row, if it can."""
-    found: list[int] = []
-    for anchor in ANCHORS:
-        k = min(n - 1, max(1, round(anchor * n)))
-        beside = (near for near in (k, k + 1, k - 1) if 0 < near < n and near not in asked and near not in found)
-        found.append(next(beside, k))
-    return sorted(set(found))
+def measurement(timing: Timing, plain: Timing) -> Measurement:
+    """A way's steps beside the plain steps of the same rounds, so that what slows a whole round cancels out."""
+    each = [way / full for way, full in zip(timing.each_s(), plain.each_s(), strict=True)]
+    return Measurement(Spread.of(each), timing.peak_bytes, timing.waits)
 
 
-def _fitted(
-    plain: Timing, timings: Mapping[Key, Timing], n: int, anchors: list[float], keeps: list[float], gradients: Gradients
-) -> Plan:
-    """Lay the lines through the anchors, and set the measurements at the keeps beside them."""
-    step = ("score", "forward", "select", "backward")  # without the update, which is the same for all
-    full_s, *spreads = _levelled([timing.each_s(*step) for timing in (plain, *timings.values())])
-    points = {
-        (engine, k): Measurement(
-            round(k * n) if k in anchors else count_kept(k, n), s.median, timing.peak_bytes, timing.waits
-        )
-        for ((engine, k), timing), s in zip(timings.items(), spreads, strict=True)
-    }
-    lines = grouped((key for key in points if key[1] in anchors), lambda key: key[0])
-    phases_s = {phase: plain.spread(phase).median for phase in plain.phases}
-    backward_s = full_s.median * phases_s["backward"] / (phases_s["forward"] + phases_s["backward"])
-    if scoring := timings.get(("recompute", anchors[-1])):
-        phases_s["score"] = scoring.spread("score").median
-    rounds = len(plain.rounds)
-    return make_plan(
-        [Cost.fit(engine, [points[key] for key in keys]) for engine, keys in lines.items()],
-        PlainStep(full_s.median, backward_s, phases_s.get("update", 0.0), plain.peak_bytes, phases_s),
-        num_rows=n, keeps=keeps, gradients=gradients,
-        measured={key: point for key, point in points.items() if key[1] in keeps},
-        rounds=rounds,
-        spread=median((s.q3 - s.q1) / s.median for s in (full_s, *spreads)) if rounds > 1 else None,
-    )  # fmt: skip
-
-
-def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
-    """The spread of each step over the rounds, as if all rounds had been equally fast.
-
-    Other work that lasts a whole round slows all of its steps about equally: by the median, over the steps, of a step's
-    seconds over that step's median seconds.
-    """
-    middles = [median(seconds) for seconds in steps]
-    slowness = [median(s / m for s, m in zip(of_round, middles, strict=True)) for of_round in zip(*steps, strict=True)]
-    return [Spread.of([s / slow for s, slow in zip(seconds, slowness, strict=True)]) for seconds in steps]
+def plain_step(timing: Timing) -> PlainStep:
+    """The medians of the plain step."""
+    phases_s = {phase: timing.spread(phase).median for phase in timing.phases}
+    return PlainStep(timing.spread().median, phases_s["backward"] / sum(phases_s.values()), timing.peak_bytes, phases_s)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A step that kept ``kept`` rows: its seconds without the update, its peak of memory, if the device waited."""
+    """A way's step over the plain one of the same round, its peak of memory, and whether the device waited."""
 
-    kept: int
-    seconds: float
+    ratio: Spread
     peak_bytes: int = 0
     waits: bool = False
 
 
 @dataclass(frozen=True)
-class Cost:
-    """The cost of a step of one way as straight lines in K: a part at any K, and a part for each kept row."""
-
-    engine: str
-    fixed_s: float
-    per_row_s: float
-    fixed_bytes: float = 0.0
-    per_row_bytes: float = 0.0
-
-    @classmethod
-    def fit(cls, engine: str, points: Sequence[Measurement]) -> Cost:
-        """Lay a :func:`line` through the seconds of measured points, and one through their peaks."""
-        seconds = line([(point.kept, point.seconds) for point in points])
-        return cls(engine, *seconds, *line([(point.kept, point.peak_bytes) for point in points]))
-
-    def seconds(self, kept: float) -> float:
-        """Of a step that keeps ``kept`` rows."""
-        return self.fixed_s + self.per_row_s * kept
-
-    def peak_bytes(self, kept: float) -> int:
-        """Of a step that keeps ``kept`` rows."""
-        return round(self.fixed_bytes + self.per_row_bytes * kept)
-
-
-def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """A and b of ``y = a + b x``, neither negative, with the least squared *relative* error; constant at one point."""
-    weights = [1 / max(y, 1e-12) ** 2 for _, y in points]
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-
-    x_mean, y_mean = mean(x for x, _ in points), mean(y for _, y in points)
-    spread = mean((x - x_mean) ** 2 for x, _ in points)
-    slope = mean((x - x_mean) * (y - y_mean) for x, y in points) / spread if spread > 0 else 0.0
-    if slope <= 0:
-        return y_mean, 0.0
-    if y_mean - slope * x_mean < 0:
-        return 0.0, mean(x * y for x, y in points) / mean(x * x for x, _ in points)
-    return y_mean - slope * x_mean, slope
-
-
-@dataclass(frozen=True)
 class PlainStep:
-    """The plain step over all rows: ``seconds`` without the update, ``backward_s`` of them in the backward."""
+    """The plain step over all rows: its seconds, the backward's share of them, its peak, its seconds by phase."""
 
     seconds: float
-    backward_s: float
-    update_s: float = 0.0
+    backward_share: float
     peak_bytes: int = 0
     phases_s: dict[str, float] = field(default_factory=dict[str, float])
 
-    @property
-    def whole_s(self) -> float:
-        """The update included."""
-        return self.seconds + self.update_s
-
     def limit(self, kept_share: float) -> float:
         """The ratio of a step that saves the backward of the other rows: (F + kB + U) / (F + B + U)."""
-        return 1 - (1 - kept_share) * self.backward_s / self.whole_s
+        return 1 - (1 - kept_share) * self.backward_share
 
 
 @dataclass(frozen=True)
@@ -378,10 +289,9 @@ class Way:
         engine: ``"masked"`` (plain indexing, which saves nothing), ``"recompute"``, ``"sliced"`` or ``"thinned"``.
         keep: The fraction asked for.
         kept: K: ``max(1, ceil(keep * N))``.
-        step_s: Seconds with the update, which decide: ``measured_s`` where it is known, else ``predicted_s``.
-        predicted_s: On the lines, which were laid through steps at other keeps.
-        measured_s: At this keep; None where nobody measured.
-        ratio: ``step_s`` over the plain step's seconds.
+        ratio: The step over the plain step, the update included: the median over the rounds.
+        low, high: The quartiles of the ratio over the rounds.
+        step_s: ``ratio`` times the seconds of the plain step.
         limit: The ratio where one forward runs on all rows, the backward costs K rows, and nothing else costs:
             (F + kB + U) / (F + B + U) with k = K/N. ``recompute`` can pass it: its first forward makes no graph.
         peak_bytes: The most that the step holds at once beyond the memory held before it.
@@ -394,10 +304,10 @@ class Way:
     engine: str
     keep: float
     kept: int
-    step_s: float
-    predicted_s: float
-    measured_s: float | None
     ratio: float
+    low: float
+    high: float
+    step_s: float
     limit: float
     peak_bytes: int
     gradient: str
@@ -405,8 +315,13 @@ class Way:
 
     @property
     def eligible(self) -> bool:
-        """Whether it may be chosen."""
+        """Whether it may be chosen by its gradient."""
         return self.gradient in (SAME, BY_POLICY)
+
+    @property
+    def inconclusive(self) -> bool:
+        """Whether the rounds vary more than the way differs from the plain step: the quartiles lie around 1."""
+        return self.low < 1 < self.high
 
 
 @dataclass(frozen=True)
@@ -420,10 +335,9 @@ class Plan:
         phases_s: Its seconds by phase; empty where only totals are known.
         ways: Every way at every keep.
         choices: At each keep the way that the clock chooses.
-        break_even_keep: The keep below which the best way beats the plain step; 1 where it does at any, 0 at none.
         notes: By engine, why its gradient is not that of plain indexing, or why it was not measured.
-        rounds: How often each step was measured; None where nobody measured.
-        spread: The middle half of the rounds over their median, in the median of all steps; None for one round.
+        rounds: How often each step was measured.
+        skipped: The keeps asked for that there was no time to measure.
         zeros: Where :func:`rowprop.skip_zeros` would save most of the plain step; None where it would save nothing.
         unit: What is kept, ``"row"`` or ``"token"``.
         dispatch: What ran the ops of sliced gradients, in a few words, as ``rowprop --version`` has them.
@@ -435,10 +349,9 @@ class Plan:
     phases_s: dict[str, float]
     ways: list[Way]
     choices: list[Way]
-    break_even_keep: float
     notes: dict[str, str]
-    rounds: int | None
-    spread: float | None
+    rounds: int
+    skipped: tuple[float, ...] = ()
     zeros: ZeroPlace | None = None
     unit: Unit = "row"
     dispatch: str = ""
@@ -457,99 +370,65 @@ class Plan:
         return self.choice.engine != "masked"
 
     @property
-    def errors(self) -> list[float]:
-        """By how much each prediction misses the measurement at the same keep, as a share of it."""
-        return [abs(way.predicted_s / way.measured_s - 1) for way in self.ways if way.measured_s is not None]
-
-    @property
-    def error(self) -> float | None:
-        """The median of the errors; None where no keep asked for was measured."""
-        return median(self.errors) if self.errors else None
-
-    @property
-    def worst_error(self) -> float | None:
-        """The largest of the errors."""
-        return max(self.errors, default=None)
-
-    @property
     def reason(self) -> str:
-        """The choice at the first keep, the other ways there, and where selecting pays, in one sentence."""
+        """The choice at the first keep, the other ways there, and at which keeps selecting pays, in one sentence."""
         return "; ".join(_clauses(self)) + "."
 
     @property
     def certainty(self) -> str:
-        """``rounds``, ``spread``, ``dispatch``, ``error`` and ``worst_error`` in a sentence."""
-        if self.rounds is None:
-            return "Nobody measured, so nothing is known of the error."
-        spread = "" if self.spread is None else f" (the middle half lies within {100 * self.spread:.1f} %)"
-        dispatch = f"; dispatch: {self.dispatch}" if self.dispatch else ""
-        said = f"Rounds measured of each step: {self.rounds}{spread}{dispatch}. "
-        if self.error is None:
-            return f"{said}No keep asked for was measured, so the error of the predictions is unknown."
-        keeps = ", ".join(f"{keep:g}" for keep in dict.fromkeys(w.keep for w in self.ways if w.measured_s is not None))
-        errors = f"by {100 * self.error:.1f} %, at most {100 * max(self.errors):.1f} %"
-        return f"{said}The predictions miss the measurements, at keep {keeps}, {errors}."
+        """``rounds``, ``dispatch``, ``skipped``, and what is inconclusive, in sentences."""
+        said = f"Rounds measured of each step: {self.rounds}{f'; dispatch: {self.dispatch}' if self.dispatch else ''}."
+        if unclear := [f"{way.engine} at keep {way.keep:g}" for way in self.ways if way.inconclusive]:
+            said += f" Inconclusive, the rounds vary more than the steps differ: {', '.join(unclear)}."
+        if self.skipped:
+            said += f" There was no time for keep {', '.join(f'{keep:g}' for keep in self.skipped)}: raise seconds."
+        return said
 
     def to_dict(self) -> dict[str, Any]:
         """As numbers, texts, lists and dicts that JSON holds."""
-        names = ("pays", "error", "worst_error", "reason", "certainty")
+        names = ("pays", "reason", "certainty")
         return asdict(self) | {"choice": asdict(self.choice)} | {name: getattr(self, name) for name in names}
 
 
 def make_plan(
-    costs: Sequence[Cost],
     plain: PlainStep,
+    measured: Mapping[Key, Measurement],
     *,
     num_rows: int,
     keeps: Sequence[float],
     gradients: Gradients | None = None,
-    measured: Mapping[Key, Measurement] | None = None,
-    rounds: int | None = None,
-    spread: float | None = None,
+    rounds: int = 1,
 ) -> Plan:
-    """Choose by known cost: at each keep the fastest way of the gradient of plain indexing, or of the policy asked for.
+    """Choose at each measured keep the fastest way that beats the plain step and has the gradient asked for.
 
-    Of ways equally fast it is the first in ``costs``, but before all of them ``"masked"``, which costs the plain step
-    and is added here. ``gradients`` has by engine the gradient, as in :class:`Way` or :data:`LEFT_OUT`, and why (None:
-    all the same); ``measured`` the steps at the keeps asked for, which the lines have not seen: their seconds and peaks
-    replace the lines'. ``rounds`` and ``spread`` are those of :class:`Plan`.
+    ``"masked"`` costs the plain step, is added here, and is the choice where no way is conclusively faster.
+    ``gradients`` has by engine the gradient, as in :class:`Way` or :data:`LEFT_OUT`, and why (None: all the same).
     """
-    gradients, measured = gradients or {}, measured or {}
-    costs = [Cost("masked", plain.seconds, 0.0, plain.peak_bytes), *costs]
+    gradients = gradients or {}
     ways: list[Way] = []
-    for keep, cost in product(keeps, costs):
-        kept, point = count_kept(keep, num_rows), measured.get((cost.engine, keep))
-        predicted_s = cost.seconds(kept) + plain.update_s
-        measured_s = None if point is None else point.seconds + plain.update_s
-        step_s = predicted_s if measured_s is None else measured_s
-        way = Way(
-            engine=cost.engine, keep=keep, kept=kept, step_s=step_s, predicted_s=predicted_s, measured_s=measured_s,
-            ratio=step_s / plain.whole_s, limit=plain.limit(kept / num_rows),
-            peak_bytes=cost.peak_bytes(kept) if point is None else point.peak_bytes,
-            gradient=gradients.get(cost.engine, (EXPECTED if cost.engine == THINNED else SAME, ""))[0],
-            waits=point is not None and point.waits,
-        )  # fmt: skip
-        ways.append(way)
-    able = [way for way in ways if way.eligible]
-    choices = [min((way for way in able if way.keep == keep), key=lambda way: way.step_s) for keep in keeps]
-    engines = {way.engine for way in able}
-    lines = max(_break_even(cost, plain.seconds, num_rows) for cost in costs if cost.engine in engines)
-    # The break-even of the lines, moved until it agrees with every keep up to the first that does not pay.
-    stop = min((way.keep for way in choices if way.engine == "masked"), default=1.0)
-    paying = [way.keep for way in choices if way.engine != "masked" and way.keep < stop]
+    choices: list[Way] = []
+    for keep in keeps:
+        found = {engine: point for (engine, at), point in measured.items() if at == keep}
+        if not found:
+            continue
+        kept = count_kept(keep, num_rows)
+        here = [
+            Way(
+                engine=engine, keep=keep, kept=kept, ratio=point.ratio.median, low=point.ratio.q1, high=point.ratio.q3,
+                step_s=point.ratio.median * plain.seconds, limit=plain.limit(kept / num_rows),
+                peak_bytes=point.peak_bytes, waits=point.waits,
+                gradient=gradients.get(engine, (EXPECTED if engine == THINNED else SAME, ""))[0],
+            )
+            for engine, point in ({"masked": Measurement(Spread(1.0, 1.0, 1.0), plain.peak_bytes)} | found).items()
+        ]  # fmt: skip
+        ways += here
+        able = [way for way in here if way.engine == "masked" or (way.eligible and not way.inconclusive)]
+        choices.append(min(able, key=lambda way: way.ratio))
     return Plan(
-        num_rows=num_rows, full_s=plain.whole_s, full_bytes=plain.peak_bytes, phases_s=plain.phases_s, ways=ways,
-        choices=choices, break_even_keep=max([min(lines, stop), *paying]),
-        notes={engine: why for engine, (_, why) in gradients.items()}, rounds=rounds, spread=spread,
+        num_rows=num_rows, full_s=plain.seconds, full_bytes=plain.peak_bytes, phases_s=plain.phases_s, ways=ways,
+        choices=choices, notes={engine: why for engine, (_, why) in gradients.items()}, rounds=rounds,
+        skipped=tuple(keep for keep in keeps if keep not in {way.keep for way in ways}),
     )  # fmt: skip
-
-
-def _break_even(cost: Cost, full_s: float, num_rows: int) -> float:
-    if cost.fixed_s >= full_s:
-        return 0.0
-    if cost.seconds(num_rows) <= full_s:
-        return 1.0
-    return (full_s - cost.fixed_s) / (cost.per_row_s * num_rows)
 
 
 def milliseconds(seconds: float) -> str:
@@ -563,15 +442,15 @@ def _clauses(plan: Plan) -> Iterator[str]:
     if choice.engine == "masked":
         yield f"training on {every} is fastest at {at}: it takes {plain}, and the limit is {choice.limit:.2f} of it"
     else:
-        known = "" if choice.measured_s is not None else ", predicted"
         yield (
             f"{choice.engine} takes {choice.ratio:.2f} of the plain step at {at}, the limit is {choice.limit:.2f}: "
-            f"{milliseconds(choice.step_s)} instead of {plain}{known}"
+            f"{milliseconds(choice.step_s)} instead of {plain}"
         )
     here = [way for way in plan.ways if way.keep == choice.keep and way.engine != "masked" and way is not choice]
     for way in sorted(here, key=lambda way: (not way.eligible, way.step_s)):
         remark = "" if way.eligible else f" and is not chosen: {plan.notes.get(way.engine, IN_EXPECTATION)}"
-        yield f"{way.engine} takes {milliseconds(way.step_s)}{remark}"
+        unclear = f", inconclusive ({way.low:.2f} to {way.high:.2f} of the plain step)" if way.inconclusive else ""
+        yield f"{way.engine} takes {milliseconds(way.step_s)}{unclear}{remark}"
     if any(way.waits for way in (choice, *here) if way.engine == "sliced"):
         yield "sliced takes as long as its calls from Python: compile the model, unless it reads the device itself"
     engines = {way.engine for way in plan.ways}
@@ -584,17 +463,15 @@ def _clauses(plan: Plan) -> Iterator[str]:
 
 
 def _where_it_pays(plan: Plan) -> str:
-    paying = sorted(way.keep for way in plan.choices if way.engine != "masked")
-    if plan.break_even_keep == 0 and not paying:
-        if plan.full_s >= SHORT_S:
-            listed = f"the ops that run on all {plan.unit}s at any keep"
-            return f"fewer {plan.unit}s save nothing, so look at `rowprop verify`, which lists {listed}"
-        return (
-            "the model is too small for selecting to pay here, which is expected of a toy model: a step this short is "
-            f"mostly the fixed cost of calling ops, and fewer {plan.unit}s do not lower it"
-        )
-    if any(keep > plan.break_even_keep for keep in paying):  # no line: the measurements go up and down
-        return f"selecting pays at keep {', '.join(f'{keep:g}' for keep in paying)} of the keeps asked for"
-    if round(plan.break_even_keep, 2) >= 1:
-        return "selecting pays at any keep"
-    return f"selecting pays up to keep {plan.break_even_keep:.2f}"
+    paying = [f"{way.keep:g}" for way in plan.choices if way.engine != "masked"]
+    if paying:
+        return f"of the keeps measured, selecting pays at {', '.join(paying)}"
+    if any(way.inconclusive for way in plan.ways if way.eligible):
+        return "whether selecting pays is inconclusive: measure again without other work, or with more rounds"
+    if plan.full_s >= SHORT_S:
+        listed = f"the ops that run on all {plan.unit}s at any keep"
+        return f"fewer {plan.unit}s save nothing, so look at `rowprop verify`, which lists {listed}"
+    return (
+        "the model is too small for selecting to pay here, which is expected of a toy model: a step this short is "
+        f"mostly the fixed cost of calling ops, and fewer {plan.unit}s do not lower it"
+    )
