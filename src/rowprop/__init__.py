@@ -22,7 +22,7 @@ if _typing.TYPE_CHECKING:
     from rowprop import step as step
     from rowprop import thinning as thinning
     from rowprop.backprop.pick import pick as pick
-    from rowprop.backprop.rules.functions import rowwise as rowwise
+    from rowprop.backprop.rules.rowwise import rowwise as rowwise
     from rowprop.backprop.watch import watch as watch
     from rowprop.backprop.zeros import skip_zeros as skip_zeros
     from rowprop.cost.plan import plan as plan
@@ -45,7 +45,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
         __name__,
         {
             "backprop.pick": "pick",
-            "backprop.rules.functions": "rowwise",
+            "backprop.rules.rowwise": "rowwise",
             "backprop.watch": "watch",
             "backprop.zeros": "skip_zeros",
             "cost.plan": "plan",

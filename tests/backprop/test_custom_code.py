@@ -402,7 +402,7 @@ def test_a_bad_declaration_is_refused_in_one_sentence(decorated: Any, dims: dict
         rowprop.rowwise(**dims)(decorated)
 
 
-@pytest.mark.parametrize("given", [(Affine,), (len,), ()])
+@pytest.mark.parametrize("given", [(Affine,), (len,)])
 def test_a_bare_declaration_is_refused_in_one_sentence(given: Any):
     # Red when: Python's own TypeError about arguments goes out.
     with pytest.raises(

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyr
 from rowprop.backprop.backward import Backward, alone, outer, running
 from rowprop.backprop.rowgrad import RowGrad, go_native, plain, unwrap, wrap
 from rowprop.backprop.rules.apply import apply_rule
-from rowprop.backprop.rules.registry import Rule, op_of, rule_of_function
+from rowprop.backprop.rules.registry import Rule, full_name, op_of, rule_of_function
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
-from rowprop.backprop.watch import note, note_densified, watched
+from rowprop.backprop.watch import note, note_densified, note_function, watched
 
 
 class _Override:
@@ -355,9 +355,20 @@ def _densify_inputs(node: Any, name: str, function: Any) -> Callable[[], None]:
             elif (op := op_of(function)) is not None:
                 what = f"{op}, an op of torch.library,"
             note_densified("custom function", f"{what} has a dense gradient; if it treats rows alike, {remedy}")
+            note_function(name if function is None else full_name(function), partial(_offered, node, grads))
         return tuple(map(plain, grads))
 
     return node.register_prehook(hook).remove
+
+
+def _offered(node: Any, grads: Sequence[Any]) -> str:
+    """What a report says of a custom function that ran at full size."""
+    inner = [unwrap(grad) if type(grad) is RowGrad else grad for grad in grads]
+    if not isinstance(node, BackwardCFunction) or not any(type(g) is RowSlice for g in inner):
+        return "not tried: it is in C++, or has a gradient of zeros"
+    from rowprop.backprop.rules import inference  # only here: few backwards need it
+
+    return inference.offer(node, inner)
 
 
 def _densify_output(place: int, hooked: bool) -> Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...] | None]:

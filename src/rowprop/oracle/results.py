@@ -72,6 +72,8 @@ class Verification:
         drawn: Names of the parameters that were zero and were drawn anew for the comparison, see :func:`verify`.
         cosine: Between the engine's gradient and the oracle's under the conditions asked for, all parameters together.
         densified: Where the sliced gradient went back to all rows, largest ``time_share`` first.
+        functions: For each custom function that ran at full size, its declaration or why there is none; see
+            :class:`~rowprop.backprop.watch.Report`.
         backward_flops: FLOPs that the engine's backward ran, without those of a second forward.
         full_backward_flops: FLOPs that the oracle's backward ran.
         uncounted: Ops of either backward that have no formula, and so no FLOPs, and the larger number of calls.
@@ -95,6 +97,7 @@ class Verification:
     drawn: list[str]
     cosine: float
     densified: list[DensifiedAt]
+    functions: dict[str, str]
     backward_flops: int
     full_backward_flops: int
     uncounted: dict[str, int]
@@ -149,6 +152,8 @@ class Verification:
         if zero:
             said += f" The gradients of {zero} of {count} parameters are zero on these rows, where most mistakes do not"
             said += " show: verify another batch, or the model after some training." if zero > count / 2 else " show."
+        for name, found in self.functions.items():
+            said += f" {name} ran at full size: {found}."
         return self.engine + said
 
     @property

@@ -89,6 +89,9 @@ def verify(
         not.
 
     Note:
+        The verdict names each custom function that ran at full size and, if trials found that it treats rows alike, the
+        line that declares it; :func:`rowprop.watch` says what this costs. After pasting the line, verify once more.
+
         Upstream of a densified op both gradients are dense and agree by themselves: no rule is exercised there.
 
     Example:
@@ -126,6 +129,7 @@ def verify(
         with watch() as report:
             counted = bench.run(checked, backward=lambda _: count_flops())
         locator = Locator(model)
+        locator.functions = report.functions  # found already
         if report.densified:
             bench.run(checked, forward=locator.modules.tracked(), backward=locator.backward)
         cut = attention == "cut" and unit == "token"
@@ -136,7 +140,8 @@ def verify(
             num_rows=record.num_rows, num_kept=record.num_kept, tolerance=limit,
             dtype=str(oracle.dtype).removeprefix("torch."), comparisons=comparisons,
             zero_gradients=zero_gradients(oracle), drawn=list(blocking), cosine=cosine(oracle, found),
-            densified=locator.places(), backward_flops=counted.seen.total_flops,
+            densified=locator.places(), functions=report.functions,
+            backward_flops=counted.seen.total_flops,
             full_backward_flops=again.seen.total_flops,
             uncounted=dict(Counter[str](again.seen.uncounted) | Counter[str](counted.seen.uncounted)),
             buffers=oracle.other_buffers(found), rng_differs=oracle.other_rng(found),

@@ -100,13 +100,18 @@ def rule_of_function(function: type) -> Rule | None:
     if found is None:
         for name in ("libraries", "kernels"):  # only here: most models have no custom function
             import_module(f"{__package__}.{name}")
-        found = _NAMED.get(f"{function.__module__}.{function.__qualname__}")
+        found = _NAMED.get(full_name(function))
         op = op_of(function)
         found = found or (None if op is None else FUNCTION_RULES.get(op))
         found = found or next((rule for is_for, rule in _KINDS if is_for(function)), None)
         if found is not None:
             FUNCTION_RULES[function] = found
     return found
+
+
+def full_name(function: type) -> str:
+    """The name of a class, module and all."""
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def op_of(function: Any) -> Any:
