@@ -228,7 +228,8 @@ def _undisturbed(values: Sequence[Any], saved: Sequence[Tensor | None]) -> Gener
 
 def _entries(held: Any) -> list[int]:
     """What a list, dict or set holds, by identity."""
-    return sorted(map(id, [*held, *(held.values() if isinstance(held, dict) else ())]))
+    entries: list[Any] = [*held, *(held.values() if isinstance(held, dict) else ())]
+    return sorted(map(id, entries))
 
 
 class _Guard(TorchDispatchMode):
@@ -245,7 +246,8 @@ class _Guard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema: Any = func._schema
-        given: dict[str, Any] = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **(kwargs or {})}
+        given: dict[str, Any] = {**(kwargs or {})}
+        given.update((a.name, value) for a, value in zip(schema.arguments, args, strict=False))
         writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         written: list[Any] = tree_leaves([given.get(name) for name in writes])
         if "c10d" in func.namespace:
