@@ -5,8 +5,10 @@ The package's source lies on a path of its own: `nox -s kernels`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -404,6 +406,37 @@ def test_the_counts_of_a_step():
             f"flash_attn._flash_attn_{varlen}forward": 2 * each * number,
             f"flash_attn._flash_attn_{varlen}backward": 5 * each * number,
         }
+
+
+# --- Triton kernels and activations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "lse_square_scale": 1e-2}, {"inplace_backward": True}]
+)
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="Triton's interpreter is off")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+# Red when: rows of the logits, of the log-sum-exp or of the labels are not taken.
+def test_cross_entropy_and_gelu_cost_their_share(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    from flash_attn.ops.activations import fast_gelu_impl
+    from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    torch.manual_seed(0)
+    x, labels = torch.randn(N, 6), torch.randint(0, 11, (N,))
+    w = [torch.randn(6, 9, requires_grad=True), torch.randn(9, 11, requires_grad=True)]
+    flops: list[int] = []
+
+    def step(take: Take):
+        def loss() -> Tensor:
+            losses, _ = cross_entropy_loss(fast_gelu_impl(x @ w[0]) @ w[1], labels, **options)
+            return take(losses, ROWS).sum()
+
+        return gradients(loss, w, flops)
+
+    report = as_indexed(step, rtol=1e-5, atol=1e-6)
+    assert {"CrossEntropyLoss", "FastGeLUFunction"} <= report.sliced.keys() and not report.densified
+    assert flops[1] <= 0.27 * flops[0]
 
 
 # --- bert_padding -----------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ entmax.activations.Entmax15Function pytorch_tabnet.sparsemax.SparsemaxFunction
 pytorch_tabnet.sparsemax.Entmax15Function"""
 _LIKE_CROSS_ENTROPY = """liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction entmax.losses.SparsemaxLossFunction
 entmax.losses.SparsemaxBisectLossFunction entmax.losses.Entmax15LossFunction
-entmax.losses.EntmaxBisectLossFunction"""
+entmax.losses.EntmaxBisectLossFunction flash_attn.ops.triton.cross_entropy.CrossEntropyLoss"""
 _ROUNDED = """RoundSteFn RoundToZeroSteFn DPURoundSteFn CeilSteFn FloorSteFn BinarySignSteFn TernarySignSteFn
 ScalarClampSteFn ScalarClampMinSteFn TensorClampSteFn InplaceTensorClampSteFn"""
 
@@ -146,6 +146,7 @@ def _over_last(node: Any, g: RowSlice, **changed: Any) -> Any:
 
 
 @function_rule("transformers.models.bloom.modeling_bloom.GeLUFunction", positions=True)
+@function_rule("flash_attn.ops.activations.FastGeLUFunction", positions=True)
 @function_rule("torch.distributions.dirichlet._Dirichlet", positions=True)  # that of Beta, too
 @function_rule("bitsandbytes.autograd._functions.MatMul4Bit", positions=True)
 def _last(node: Any, backward: Any, g: RowSlice) -> Any:
