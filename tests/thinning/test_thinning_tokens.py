@@ -33,8 +33,7 @@ def inputs(rows: int = 5) -> Tensor:
     return torch.randn(rows, TOKENS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("picked", [False, True], ids=["alone", "after pick"])
-@pytest.mark.parametrize("name", ["gpt", "vit", "bert", "sequence first", "mixer"])
+@pytest.mark.parametrize(("name", "picked"), [("bert", True), ("gpt", False), ("sequence first", True)])
 def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
     # Red without the division by p, and where the tokens of sequences that come first are taken for others.
     found = thinned(name, picked, 75, unit="token", keep=0.3)
