@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -24,16 +25,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.nn.functional  # dist.nn is not imported with dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import parallel_models
 import rowprop
+from rowprop.cost.flops import count_flops
 from rowprop.distributed import Global, Local, mean
 from rowprop.engines import Sliced
 from rowprop.history import LossHistory, PruningSampler, ReducibleLoss, StaleScorer
@@ -779,6 +785,119 @@ def thinned_and_measured() -> Figures:
         handle.state_dict()
         few = len(mine[0]) < 4  # three quarters of so few rows may be all: then it learns nothing
         assert handle._control.measured == (0 if few else 2)
+
+
+def token_losses_of(model: nn.Module, ids: Tensor) -> Tensor:
+    losses = cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="none")
+    return dense(losses).view(ids.shape)
+
+
+@check
+def tensor_parallel() -> Figures:
+    """A decoder sharded over the ranks, with and without its tokens sharded between, and its logits.
+
+    Red when: FLOPs count DTensor's ops at the size that they claim; the gradient behind a parallel loss stays dense.
+    """
+    mesh = init_device_mesh("cpu", (world(),))
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(parallel_models.VOCABULARY, (8, 8), generator=generator)
+    picks = {"rows": torch.tensor([1, 5]), "tokens": torch.rand(8, 8, generator=generator) < 0.25}
+    plans = [(False, False), (True, False), (True, True)] if world() == 2 else [(True, True)]
+    for sequences, loss in plans:
+        model = parallel_models.sharded(mesh, sequences=sequences, loss=loss)
+        with loss_parallel() if loss else nullcontext():
+            token_losses_of(model, ids).mean().backward()  # DTensor learns of each op by running it once
+            everything = token_losses_of(model, ids).mean()
+            with count_flops() as full:
+                everything.backward()
+            for unit, rows in picks.items():
+                name, net = f"{unit}, sequences {sequences}, loss {loss}", parallel_models.Llama()
+                model.zero_grad()
+                losses, expected = (token_losses_of(each, ids) for each in (model, net))
+                if unit == "rows":
+                    losses, expected = losses.mean(1), expected.mean(1)
+                with rowprop.watch() as report, count_flops() as flops:
+                    rowprop.pick(losses, rows).mean().backward()
+                expected[rows].mean().backward()
+                yield name, difference(grads_of(model), grads_of(net))
+                share = sum(flops.by_op.values()) / sum(full.by_op.values())
+                if unit == "rows":
+                    assert not report.densified and share <= 0.27, f"{name}: {share:.2f}, {report}"
+                elif sequences:
+                    assert "sharded over the ranks" in str(report), f"{name}: {report}"
+
+
+@check
+def tensor_parallel_edges() -> Figures:
+    """Rows and parts that cannot stay sliced, collectives that plain code calls, and ranks that pick other rows.
+
+    Red when: `_check` lets sharded rows through, or parts of different sizes; `_along_first` takes rows that lie in the
+    first dimension; ranks do not compare their rows, or only how many there are.
+    """
+    mesh, rank, size = init_device_mesh("cpu", (world(),)), dist.get_rank(), world()
+    torch.manual_seed(5)
+    x, weight = torch.randn(4 * size, 3, 5, dtype=torch.float64), torch.randn(5, 7, dtype=torch.float64)
+    rows, mine = torch.tensor([1, 3]), slice(4 * rank, 4 * rank + 4)
+
+    def at(tensor: Tensor, placement: Any) -> Tensor:
+        return distribute_tensor(tensor, mesh, [placement])
+
+    def gradient(losses: Tensor, *leaves: Tensor, picked: Tensor = rows) -> tuple[list[Tensor], str]:
+        with rowprop.watch() as report:
+            rowprop.pick(losses, picked).sum().backward()
+        assert all(type(getattr(leaf.grad, "_local_tensor", leaf.grad)) is Tensor for leaf in leaves)
+        return [dense(leaf.grad) for leaf in leaves if leaf.grad is not None], str(report.densified)
+
+    def expected(of: Tensor, picked: Tensor) -> list[Tensor]:
+        a, w = of.clone().requires_grad_(), weight.clone().requires_grad_()
+        (a @ w).tanh().square().flatten(1).sum(1)[picked].sum().backward()
+        return [a.grad, w.grad]
+
+    cases = {  # where the input and the weight are sharded, and why the gradient gets dense
+        "replicated": (Replicate(), Replicate(), ""),
+        "rows sharded": (Shard(0), Replicate(), "the rows lie in a dimension that is sharded"),
+        "uneven parts": (Replicate(), Shard(1), "in parts of different sizes"),
+    }
+    for name, (of_x, of_weight, reason) in cases.items():
+        a, w = at(x, of_x).requires_grad_(), at(weight, of_weight).requires_grad_()
+        losses = (a @ w).tanh().to_local() if name != "uneven parts" else (a @ w).tanh().full_tensor()
+        grads, why = gradient(losses.square().flatten(1).sum(1), a, w)
+        assert reason in why and (why == "{}") == (not reason), f"{name}: {why}"
+        picked = rows if name != "rows sharded" else torch.cat([rows + 4 * other for other in range(size)])
+        yield f"{name}, float64", difference(grads, expected(x, picked))
+
+    # Each rank has its own input; the sum and the tokens of all go around.
+    own = x[mine]
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "nn": dist.nn.functional.all_reduce,
+        "gather": lambda a: funcol.all_gather_tensor_autograd(a, 1, dist.group.WORLD),
+    }
+    if hasattr(funcol, "all_reduce_backward"):  # since torch 2.13
+        calls["functional"] = lambda a: funcol.all_reduce(a, "sum", dist.group.WORLD)
+    for name, call in calls.items():
+        a = own.clone().requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the newer names are not in torch 2.11
+            out = call(a * (rank + 1))
+        (grad,), why = gradient(out.tanh().flatten(1).sum(1), a)
+        assert name != "nn" or why == "{}", f"{name}: {why}"
+        parts = [x[4 * other : 4 * other + 4] * (other + 1) for other in range(size)]
+        total = sum(parts) if name != "gather" else parts[rank]
+        slope = torch.zeros_like(own)
+        slope[rows] = (1 - total.tanh().square())[rows] * (rank + 1) * size
+        yield f"{name}, float64", difference([grad], [slope])
+
+    a, w = at(x, Replicate()).requires_grad_(), at(weight, Replicate()).requires_grad_()
+    others = {
+        "other rows": rows + (rank == 0),
+        "another order": rows.flip(0) if rank else rows,
+        "fewer": rows[: 1 + rank % 2],
+    }
+    for picked in others.values():
+        losses = (a @ w).to_local().flatten(1).sum(1)
+        refuses(
+            lambda losses=losses, picked=picked: rowprop.pick(losses, picked).sum().backward(), "picked different rows"
+        )
 
 
 GPU_CHECKS: list[Check] = [sync_batchnorm]

@@ -19,10 +19,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.backward import Backward, alone, outer, running
-from rowprop.backprop.rowgrad import RowGrad, go_native, plain, unwrap, wrap
+from rowprop.backprop.rowgrad import RowGrad, go_native, in_full, inside, unwrap, wrap
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.registry import Rule, full_name, op_of, rule_of_function
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, sliced_again
 from rowprop.backprop.watch import note, note_densified, note_function, watched
 
 
@@ -35,6 +35,7 @@ class _Override:
         self.rule = rule
         self.users = 0  # several picks in one backward, a backward inside another
         self.undefined: tuple[bool, ...] = ()
+        self.spec: Any = None  # of a gradient that is a DTensor
         self.left_out: tuple[bool, ...] = ()  # those among them that the function did not have filled with zeros
         self.handle = node.register_prehook(self.note_undefined)  # before autograd puts zeros in
         node.apply = self
@@ -54,18 +55,20 @@ class _Override:
     def __call__(self, *grads: Any) -> Any:
         node: Any = self.node()
         backward = partial(cast(Any, type(node)).apply, node)
-        if any(type(g) is RowGrad for g in grads):
-            self.left_out = tuple(g is None for g in grads)
-            defined = [None if undefined else unwrap(g) for g, undefined in zip(grads, self.undefined, strict=True)]
-            outcome = apply_rule(self.rule, node, [backward, *defined], {})
+        held = tuple(map(inside, grads))
+        if any(type(g) is RowGrad for g in held):
+            self.left_out, self.spec = tuple(g is None for g in grads), getattr(grads[0], "_spec", None)
+            defined = [None if undefined else unwrap(g) for g, undefined in zip(held, self.undefined, strict=True)]
+            outcome = Densify("its gradient is a DTensor")
+            if self.spec is None or self.rule.family == "parallel":
+                outcome = apply_rule(self.rule, node, [backward, *defined], {})
             name = node._forward_cls.__name__
             if type(outcome) is not Densify:
                 note("sliced", name)
                 return wrap(outcome)
-            if any(type(g) is RowGrad and g.full is None for g in grads):
+            if any(type(g) is RowGrad and g.full is None for g in held):
                 note_densified(name, outcome.reason)
-            grads = tuple(map(plain, grads))
-        return backward(*grads)
+        return backward(*map(in_full, grads))
 
     def boxed(self, box: list[Any]) -> Any:
         grads = tuple(box)
@@ -151,6 +154,8 @@ def _prepare(start: Any, rows: RowSet, slices: bool, held: Backward) -> list[Cal
         elif name.startswith(_READS):
             if 0 in node._input_metadata[0].shape:
                 undo.append(node.register_prehook(partial(_read_nothing, rows)).remove)
+        elif name.startswith("NllLossBackward") and node.next_functions[0][0].name().startswith("LogSoftmaxBackward"):
+            undo += _slice_parallel_loss(node)
         elif name == "torch::autograd::CopySlices":
             undo += _mark_copying(node)
         elif name == kind.__name__ and not in_python:
@@ -270,6 +275,28 @@ def _take_rows_alike(node: Any) -> list[Callable[[], Any]]:
     return [node.register_prehook(enter).remove, node.register_hook(leave).remove]
 
 
+def _slice_parallel_loss(node: Any) -> list[Callable[[], Any]]:
+    """Have ``loss_parallel`` compute all rows from the loss to the log-softmax, and hand on the kept ones."""
+    held: list[RowSlice] = []
+    softmax = node.next_functions[0][0]
+
+    def enter(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        g = inside(grads[0])
+        if g is grads[0] or type(g.sliced) is not RowSlice or g.full is not None:
+            return None
+        held.append(g.sliced)
+        return (in_full(grads[0]),)
+
+    def leave(grad_inputs: tuple[Any, ...], _: Any) -> tuple[Any, ...] | None:
+        if not held:
+            return None
+        g, (out, *others) = held.pop(), grad_inputs
+        sliced = RowGrad(sliced_again(out.to_local(), g.rows, g.layout))
+        return type(out)(sliced, out._spec, requires_grad=False), *others
+
+    return [held.clear, node.register_prehook(enter).remove, softmax.register_hook(leave).remove]
+
+
 def _mark_copying(node: Any) -> list[Callable[[], Any]]:
     """Mark the rows while a node undoes an in-place op on a view: a copy made then is not for a leaf."""
     held: list[RowSet] = []
@@ -348,7 +375,7 @@ def _returned(nodes: list[Any], leaves: list[Any], held: Backward) -> set[Any]:
 
 def _densify_inputs(node: Any, name: str, function: Any) -> Callable[[], None]:
     def hook(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        if any(type(grad) is RowGrad and grad.full is None for grad in grads):
+        if any(type(grad) is RowGrad and grad.full is None for grad in map(inside, grads)):
             what, remedy = f"{name}, a custom autograd function,", "declare it by rowprop.rowwise"
             if function is None:
                 what, remedy = f"{name}, in C++,", "call it in an autograd.Function of your own with rowprop.rowwise"
@@ -356,7 +383,7 @@ def _densify_inputs(node: Any, name: str, function: Any) -> Callable[[], None]:
                 what = f"{op}, an op of torch.library,"
             note_densified("custom function", f"{what} has a dense gradient; if it treats rows alike, {remedy}")
             note_function(name if function is None else full_name(function), partial(_offered, node, grads))
-        return tuple(map(plain, grads))
+        return tuple(map(in_full, grads))
 
     return node.register_prehook(hook).remove
 
@@ -377,7 +404,8 @@ def _densify_output(place: int, hooked: bool) -> Callable[[tuple[Any, ...], tupl
     def hook(grad_inputs: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...] | None:
         grad = grad_inputs[place]
         if type(grad) is not RowGrad:
-            return None
+            dense = in_full(grad)
+            return None if dense is grad else (*grad_inputs[:place], dense, *grad_inputs[place + 1 :])
         dense = grad.plain() if hooked else grad.copied()
         return (*grad_inputs[:place], dense, *grad_inputs[place + 1 :])
 

@@ -9,6 +9,7 @@ tensor, which it may also write to.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
@@ -189,7 +190,16 @@ class RowGrad(Tensor):
             if func in _METADATA or (func in _SCALING and not kwargs and _scales(args)):
                 return func(*args, **kwargs)
             name = getattr(func, "__name__", str(func))
-            if isinstance(func, cast(Any, torch)._ops.OpOverload):
+            is_op = isinstance(func, cast(Any, torch)._ops.OpOverload)
+            frame: Any = cast(Any, sys)._getframe(1 + is_op)  # an op has a frame of its own
+            caller: str = frame.f_globals.get("__name__", "")
+            if is_op and caller == "torch.distributed.tensor._dispatch":  # DTensor runs the op on its local tensors
+                return func(*args, **kwargs)
+            if caller.startswith("torch.distributed."):
+                note_densified(
+                    name, "DTensor moves the gradient between ranks inside an op; redistribute the op's input"
+                )
+            elif is_op:
                 did = "a TorchDispatchMode, as of a memory tracker, ran the op by itself"
                 note_densified(name, f"{did}; leave it out, or count FLOPs by rowprop.cost.flops.count_flops")
             else:
@@ -221,6 +231,18 @@ def _scales(args: Sequence[Any]) -> bool:
 def plain(value: Any) -> Any:
     """A gradient as a dense tensor; anything else as it is."""
     return value.plain() if type(value) is RowGrad else value
+
+
+def inside(value: Any) -> Any:
+    """The sliced gradient that a DTensor holds as its local tensor; anything else as it is."""
+    local = getattr(value, "_local_tensor", None)
+    return local if type(local) is RowGrad else value
+
+
+def in_full(value: Any) -> Any:
+    """As :func:`plain`, also for a DTensor whose local tensor is sliced."""
+    held = inside(value)
+    return plain(value) if held is value else type(value)(held.plain(), value._spec, requires_grad=False)
 
 
 def unwrap(value: Any) -> Any:

@@ -104,7 +104,7 @@ class Counter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         makers = makers_of(args, kwargs) if RowGrad in types else frozenset[Any]()
-        if (RowGrad in types and not makers) or any(kind.__name__ == "NestedTensor" for kind in types):
+        if (RowGrad in types and not makers) or any(kind.__name__ in ("NestedTensor", "DTensor") for kind in types):
             return NotImplemented  # the sliced gradient's rule runs next, and the rule's own ops come back here
         packet = getattr(func, "_overloadpacket", func)
         # The formulas are of dense tensors: a sparse one costs its entries.

@@ -1,0 +1,157 @@
+"""Tensor parallelism: the functions between plain tensors and DTensors, and collectives that have a gradient.
+
+Between DTensors the gradient is a DTensor whose local tensor is the sliced gradient, so DTensor runs its ops on K rows.
+The functions here move gradients between ranks. Each runs its own backward on a DTensor that has K rows.
+
+Collectives must have the same sizes on all ranks. So a rule decides by what all ranks share: the rows, the global shape
+and the placements, never by a value. Before the first collective of a backward the ranks compare their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from functools import partial
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from rowprop.backprop.backward import outer
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rows import RowSet, check_readable
+from rowprop.backprop.rules.functions import NodeWith
+from rowprop.backprop.rules.registry import function_rule
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice
+from rowprop.errors import InvalidInput
+
+
+def _check(g: RowSlice, mesh: Any, shape: Sequence[int], *placements: Any) -> None:
+    """Check that each rank holds all rows and as much of the other dimensions, and that all ranks keep the same."""
+    for every in placements:
+        dims = [getattr(placement, "dim", None) for placement in every]  # None: replicated, or to be summed
+        for dim in {dim % len(shape) for dim in dims if dim is not None}:
+            if g.layout.holds(dim):
+                raise NeedsAllRows("the rows lie in a dimension that is sharded over the ranks")
+            if shape[dim] % prod(mesh.shape[place] for place, other in enumerate(dims) if other == dim):
+                raise NeedsAllRows("a dimension is sharded over the ranks in parts of different sizes")
+    for place in range(mesh.ndim):
+        _compare(g.rows, mesh.get_group(place))
+
+
+def _compare(rows: RowSet, group: Any) -> None:
+    """Raise an error unless all ranks of the group keep the same rows; compared once for each backward."""
+    outer().of((rows, group), partial(_compared, rows, group))
+
+
+def _compared(rows: RowSet, group: Any) -> None:
+    index = rows.index
+    check_readable(index, "whether all ranks of a tensor-parallel group keep the same rows")
+    # Multiplied by odd 64-bit numbers, so that a sum tells apart which rows are kept and in which order.
+    mixed = (index + 1) * 0x1E3779B97F4A7C15
+    places = 2 * torch.arange(rows.kept, device=index.device) + 1
+    number = ((mixed ^ (mixed >> 29)) * places).sum()
+    both = torch.stack([number, ~number])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)  # ~ turns the largest into the smallest
+    if int(both[0]) != ~int(both[1]):
+        raise InvalidInput(
+            "the ranks of a tensor-parallel group picked different rows; broadcast the rows of one rank."
+        )
+
+
+def _with_shape(spec: Any, shape: Sequence[int]) -> Any:
+    """The spec of a contiguous DTensor of another shape."""
+    new, meta = copy(spec), spec.tensor_meta
+    stride = torch.empty(shape, device="meta").stride()
+    new.tensor_meta = meta._replace(shape=torch.Size(shape), stride=stride)
+    return new
+
+
+def _of_kept(g: RowSlice, spec: Any) -> Any:
+    """The kept rows as a DTensor that has no other rows."""
+    from torch.distributed.tensor import DTensor
+
+    make: Any = DTensor
+    return make(g.values, _with_shape(spec, g.kept_shape(spec.shape)), requires_grad=False)
+
+
+def _around(g: RowSlice, out: Any, shape: Sequence[int]) -> Any:
+    """A DTensor of the kept rows as one of all rows, whose local tensor is the sliced gradient."""
+    return type(out)(RowGrad(_local(g, out._local_tensor)), _with_shape(out._spec, shape), requires_grad=False)
+
+
+def _local(g: RowSlice, values: Any) -> RowSlice:
+    return g.like(values.wait() if hasattr(values, "wait") else values)  # of a collective that still runs
+
+
+def _run(node: Any, *grads: Any, **replaced: Any) -> tuple[Any, ...]:
+    returned: Any = cast(Any, type(node)).apply(NodeWith(node, **replaced), *grads)
+    return cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
+
+
+@function_rule("torch.distributed.tensor._api._ToTorchTensor", positions=True)
+def _to_local(node: Any, backward: Any, g: RowSlice) -> Any:
+    spec = node.dtensor_spec
+    _check(g, spec.mesh, spec.shape, spec.placements, node.grad_placements or ())
+    out, *others = _run(node, g.values, dtensor_spec=_with_shape(spec, g.kept_shape(spec.shape)))
+    return _around(g, out, spec.shape), *others
+
+
+@function_rule("torch.distributed.tensor._api._FromTorchTensor", positions=True)
+def _from_local(node: Any, backward: Any, g: RowSlice) -> Any:
+    spec = node.apply.spec
+    _check(g, spec.mesh, spec.shape, spec.placements, node.forward_input_placements, node.grad_placements or ())
+    out, *others = _run(node, _of_kept(g, spec))
+    return _local(g, out), *others
+
+
+@function_rule("torch.distributed.tensor._redistribute.Redistribute", positions=True)
+def _redistribute(node: Any, backward: Any, g: RowSlice) -> Any:
+    spec, before = node.apply.spec, node.current_spec
+    _check(g, spec.mesh, spec.shape, spec.placements, before.placements)
+    out, *others = _run(node, _of_kept(g, spec), current_spec=_with_shape(before, g.kept_shape(spec.shape)))
+    return _around(g, out, spec.shape), *others
+
+
+_REDUCED = {
+    "torch.distributed.nn.functional._AllReduce": "group",
+    "torch._library.autograd.GeneratedBackwardFor__c10d_functional_all_reduce_default": "group_name",
+    "torch._library.autograd.GeneratedBackwardFor__c10d_functional_wait_tensor_default": None,
+    "transformers.distributed.parallel_utils._AllReduceBackward": "process_group",
+    "transformers.distributed.parallel_utils._AllReduceForward": None,
+    "transformers.distributed.parallel_utils._WaitTensor": None,
+}
+"""Functions whose gradient is summed over ranks entry by entry, with the attribute that holds the group; None: over
+none."""
+
+
+def _entry_by_entry(node: Any, backward: Any, g: RowSlice, group: str | None) -> Any:
+    if group is not None:
+        _compare(g.rows, _group(getattr(node, group)))
+    # transformers' backward writes to the gradient, and others may hold the same values.
+    return tuple(None if out is None else _local(g, out) for out in _run(node, g.values.clone()))
+
+
+def _group(group: Any) -> Any:
+    resolve: Any = cast(Any, dist).distributed_c10d._resolve_process_group
+    return resolve(group) if isinstance(group, str) else group
+
+
+for _name, _holder in _REDUCED.items():
+    function_rule(_name, positions=True)(partial(_entry_by_entry, group=_holder))
+
+
+def _along_first(node: Any, backward: Any, g: RowSlice) -> Any:
+    """Parts of the first dimension are gathered from ranks or scattered to them."""
+    if g.layout.holds(0):
+        return Densify("the rows lie in the dimension that is gathered from the ranks, or scattered to them")
+    _compare(g.rows, _group(node.group_name))
+    out, *others = _run(node, g.values)
+    return _local(g, out), *others
+
+
+for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+    for _space in ("_c10d_functional", "_c10d_functional_autograd"):
+        _generated = f"torch._library.autograd.GeneratedBackwardFor_{_space}_{_name}_default"
+        function_rule(_generated, positions=True)(_along_first)
