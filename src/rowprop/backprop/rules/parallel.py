@@ -101,7 +101,8 @@ def _to_local(node: Any, backward: Any, g: RowSlice) -> Any:
 @function_rule("torch.distributed.tensor._api._FromTorchTensor", positions=True)
 def _from_local(node: Any, backward: Any, g: RowSlice) -> Any:
     spec = node.apply.spec
-    _check(g, spec.mesh, spec.shape, spec.placements, node.forward_input_placements, node.grad_placements or ())
+    placements = getattr(node, "grad_placements", None) or ()  # torch 2.11 has none
+    _check(g, spec.mesh, spec.shape, spec.placements, node.forward_input_placements, placements)
     out, *others = _run(node, _of_kept(g, spec))
     return _local(g, out), *others
 
