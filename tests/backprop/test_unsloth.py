@@ -38,11 +38,10 @@ def weight(w: Weights, name: str) -> Tensor:
     return w.setdefault(name, (torch.rand(D) + 0.5).requires_grad_())
 
 
-def one(w: Weights, x: Tensor, **dropout: Any) -> Tensor:
+def one(w: Weights, x: Tensor) -> Tensor:
     from unsloth.kernels.fast_lora import LoRA_W
 
-    bias = [torch.zeros(D, requires_grad=True)] if dropout else []
-    return LoRA_W.apply(x, *lora(w, D, D, "w"), *dropout.values(), *bias)
+    return LoRA_W.apply(x, *lora(w, D, D, "w"))
 
 
 def queries_keys_values(w: Weights, x: Tensor) -> Tensor:
@@ -121,8 +120,7 @@ CASES: dict[str, Callable[[Weights, Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, for entries that a mask leaves out
 @pytest.mark.parametrize("tokens", [False, True], ids=["rows", "tokens"])
 @pytest.mark.parametrize("name", CASES)
-# Red when: a saved tensor's rows are not taken, or are those of other rows; the places of all tokens are given; the
-# kept rows of an input that the function writes over are not a copy.
+# Red when: a saved tensor's rows are not taken, or are those of other rows; the places of all tokens are given.
 def test_kept_rows_have_the_gradients_of_plain_indexing(name: str, tokens: bool):
     w: Weights = {"below": torch.randn(D, D).requires_grad_()}
     x, kept = torch.randn(N, T, D), TOKENS if tokens else ROWS

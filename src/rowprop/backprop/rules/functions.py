@@ -34,6 +34,12 @@ class NodeWith:
         return getattr(self._node, name)
 
 
+def own_backward(node: Any, *grads: Any, **replaced: Any) -> tuple[Any, ...]:
+    """The gradients that a node's own backward returns; it sees the attributes ``replaced`` of its ``ctx`` changed."""
+    returned: Any = cast(Any, type(node)).apply(NodeWith(node, **replaced), *grads)
+    return cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
+
+
 def on_kept_rows(
     node: Any,
     gradients: Sequence[Any],
@@ -60,9 +66,7 @@ def on_kept_rows(
         t if d is None or t is None else gather(t, rows, place_of(layout, t.shape, d, layout.size)).contiguous()
         for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
     ]
-    place = NodeWith(node, saved_tensors=tuple(kept), **replaced)
-    returned: Any = cast(Any, type(node)).apply(place, *_values(node, gradients, dims, g))
-    results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
+    results = own_backward(node, *_values(node, gradients, dims, g), saved_tensors=tuple(kept), **replaced)
     size = layout.compact(rows.kept).size
     return tuple(
         r if d is None or not isinstance(r, Tensor) else g.like(r, place_of(layout, r.shape, d, size))

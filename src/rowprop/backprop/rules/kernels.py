@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.attention import ALL, DROPOUT, of_sequences, readable_values, same_lengths
-from rowprop.backprop.rules.functions import NodeWith
+from rowprop.backprop.rules.functions import own_backward
 from rowprop.backprop.rules.indexing import index, index_add
 from rowprop.backprop.rules.registry import RULES, function_rule
 from rowprop.backprop.sequences import queries_of
@@ -77,8 +77,7 @@ def _at_full_size(
 
 def _own(node: Any, grad: Tensor, num_outputs: int, *saved: Tensor, **changed: Any) -> tuple[Any, ...]:
     """The results of the function's own backward; it does not use the gradient of the log-sum-exp."""
-    place = NodeWith(node, saved_tensors=saved, **changed)
-    return cast(Any, type(node)).apply(place, grad, *[None] * (num_outputs - 1))
+    return own_backward(node, grad, *[None] * (num_outputs - 1), saved_tensors=saved, **changed)
 
 
 def _of_sequences(

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rules.functions import Dims, NodeWith, on_kept_rows
+from rowprop.backprop.rules.functions import Dims, on_kept_rows, own_backward
 from rowprop.backprop.rules.registry import function_rule
 from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice
 
@@ -88,8 +88,7 @@ def _own(node: Any, g: RowSlice, **changed: Any) -> tuple[Any, ...]:
 
     The gradient of its first argument has the rows; those of the others have none.
     """
-    returned: Any = cast(Any, type(node)).apply(NodeWith(node, **changed), g.values)
-    to_input, *others = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
+    to_input, *others = own_backward(node, g.values, **changed)
     return (None if to_input is None else g.like(to_input)), *others
 
 
@@ -198,7 +197,7 @@ def float8_linear(node: Any, backward: Any, gradient: RowSlice) -> Any:
     more = _MULTIPLE - len(inputs) % _MULTIPLE
     saved = torch.cat([inputs, largest.expand(more, -1)]), weight
     padded = torch.cat([grads, grads.new_zeros(more, grads.shape[1])])
-    to_input, *others = cast(Any, type(node)).apply(NodeWith(node, saved_tensors=saved), padded)
+    to_input, *others = own_backward(node, padded, saved_tensors=saved)
     return g.like(to_input[: len(inputs)].view(kept.shape)), *others
 
 
@@ -230,8 +229,8 @@ def _over_rows_or_tokens(node: Any, backward: Any, *grads: Any, has_rows: tuple[
 
     taken = tuple(kept(t) if rows and t is not None else t for t, rows in zip(saved, has_rows, strict=True))
     # Some backwards write their result over a saved input, or over the gradient.
-    place = NodeWith(node, saved_tensors=taken, inplace=False, reuse_grad=False)
-    to_input, *others = cast(Any, type(node)).apply(place, *(each.values for each in grads))
+    values = (each.values for each in grads)
+    to_input, *others = own_backward(node, *values, saved_tensors=taken, inplace=False, reuse_grad=False)
     return (None if to_input is None else g.like(to_input)), *others
 
 
@@ -247,7 +246,7 @@ def _turned(node: Any, backward: Any, *grads: Any) -> Any:
     of_tokens = cast("dict[str, Any]", vars(node)).get("rope_indices")
     if of_tokens is not None:
         of_tokens = g.take(of_tokens.view(g.shape[0], -1)).flatten()
-    turned = cast(Any, type(node)).apply(NodeWith(node, rope_indices=of_tokens), *(each.values for each in grads))
+    turned = own_backward(node, *(each.values for each in grads), rope_indices=of_tokens)
     return *(each.like(d) for each, d in zip(grads, turned, strict=False)), *turned[len(grads) :]
 
 

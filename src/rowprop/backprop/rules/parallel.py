@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rowprop.backprop.backward import outer
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rows import RowSet, check_readable
-from rowprop.backprop.rules.functions import NodeWith
+from rowprop.backprop.rules.functions import own_backward
 from rowprop.backprop.rules.registry import function_rule
 from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice
 from rowprop.errors import InvalidInput
@@ -85,16 +85,11 @@ def _local(g: RowSlice, values: Any) -> RowSlice:
     return g.like(values.wait() if hasattr(values, "wait") else values)  # of a collective that still runs
 
 
-def _run(node: Any, *grads: Any, **replaced: Any) -> tuple[Any, ...]:
-    returned: Any = cast(Any, type(node)).apply(NodeWith(node, **replaced), *grads)
-    return cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
-
-
 @function_rule("torch.distributed.tensor._api._ToTorchTensor", positions=True)
 def _to_local(node: Any, backward: Any, g: RowSlice) -> Any:
     spec = node.dtensor_spec
     _check(g, spec.mesh, spec.shape, spec.placements, node.grad_placements or ())
-    out, *others = _run(node, g.values, dtensor_spec=_with_shape(spec, g.kept_shape(spec.shape)))
+    out, *others = own_backward(node, g.values, dtensor_spec=_with_shape(spec, g.kept_shape(spec.shape)))
     return _around(g, out, spec.shape), *others
 
 
@@ -103,7 +98,7 @@ def _from_local(node: Any, backward: Any, g: RowSlice) -> Any:
     spec = node.apply.spec
     placements = getattr(node, "grad_placements", None) or ()  # torch 2.11 has none
     _check(g, spec.mesh, spec.shape, spec.placements, node.forward_input_placements, placements)
-    out, *others = _run(node, _of_kept(g, spec))
+    out, *others = own_backward(node, _of_kept(g, spec))
     return _local(g, out), *others
 
 
@@ -111,7 +106,7 @@ def _from_local(node: Any, backward: Any, g: RowSlice) -> Any:
 def _redistribute(node: Any, backward: Any, g: RowSlice) -> Any:
     spec, before = node.apply.spec, node.current_spec
     _check(g, spec.mesh, spec.shape, spec.placements, before.placements)
-    out, *others = _run(node, _of_kept(g, spec), current_spec=_with_shape(before, g.kept_shape(spec.shape)))
+    out, *others = own_backward(node, _of_kept(g, spec), current_spec=_with_shape(before, g.kept_shape(spec.shape)))
     return _around(g, out, spec.shape), *others
 
 
@@ -131,7 +126,7 @@ def _entry_by_entry(node: Any, backward: Any, g: RowSlice, group: str | None) ->
     if group is not None:
         _compare(g.rows, _group(getattr(node, group)))
     # transformers' backward writes to the gradient, and others may hold the same values.
-    return tuple(None if out is None else _local(g, out) for out in _run(node, g.values.clone()))
+    return tuple(None if out is None else _local(g, out) for out in own_backward(node, g.values.clone()))
 
 
 def _group(group: Any) -> Any:
@@ -148,7 +143,7 @@ def _along_first(node: Any, backward: Any, g: RowSlice) -> Any:
     if g.layout.holds(0):
         return Densify("the rows lie in the dimension that is gathered from the ranks, or scattered to them")
     _compare(g.rows, _group(node.group_name))
-    out, *others = _run(node, g.values)
+    out, *others = own_backward(node, g.values)
     return _local(g, out), *others
 
 
