@@ -211,7 +211,7 @@ def kernels(session: nox.Session) -> None:
         session.run("pip", "download", *options, str(sources), package, env={"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"})
         shutil.unpack_archive(sources / f"{FLASH_ATTN}.tar.gz", sources, filter="data")
     environment = ONE_THREAD | {"PYTHONPATH": str(sources / FLASH_ATTN), "TRITON_INTERPRET": "1"}
-    session.run("pytest", *files("kernels kernel_decoders unsloth"), *session.posargs, env=environment)
+    session.run("pytest", *files("kernels kernel_decoders kernel_functions unsloth"), *session.posargs, env=environment)
 
 
 @nox.session(python=interpreter("3.11"))

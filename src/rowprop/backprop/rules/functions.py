@@ -66,7 +66,7 @@ def on_kept_rows(
         t if d is None or t is None else gather(t, rows, place_of(layout, t.shape, d, layout.size)).contiguous()
         for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
     ]
-    results = own_backward(node, *_values(node, gradients, dims, g), saved_tensors=tuple(kept), **replaced)
+    results = own_backward(node, *kept_values(node, gradients, dims, g), saved_tensors=tuple(kept), **replaced)
     size = layout.compact(rows.kept).size
     return tuple(
         r if d is None or not isinstance(r, Tensor) else g.like(r, place_of(layout, r.shape, d, size))
@@ -108,7 +108,7 @@ def place_of(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layou
     return replace(layout, dim=dim, inner=layout.inner * each)
 
 
-def _values(node: Any, gradients: Sequence[Any], dims: Sequence[int | None], like: RowSlice) -> list[Tensor | None]:
+def kept_values(node: Any, gradients: Sequence[Any], dims: Sequence[int | None], like: RowSlice) -> list[Tensor | None]:
     """The gradients of the kept rows; for an output without a gradient zeros or None, as in autograd."""
     values: list[Tensor | None] = []
     for g, dim, meta, none in zip(gradients, dims, node._input_metadata, left_out(node), strict=True):

@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from rowprop.backprop.rules.functions import Dims, on_kept_rows, own_backward
+from rowprop.backprop.rules.functions import Dims, kept_values, on_kept_rows, own_backward
 from rowprop.backprop.rules.registry import function_rule
 from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice
 
@@ -201,20 +202,23 @@ def float8_linear(node: Any, backward: Any, gradient: RowSlice) -> Any:
     return g.like(to_input[: len(inputs)].view(kept.shape)), *others
 
 
-# Where unsloth's functions over the last dimension save tensors with the rows: their weights lie in between.
-_UNSLOTH: dict[str, tuple[bool, ...]] = {
-    "fast_lora.LoRA_MLP": (False,) * 6 + (True,) * 6,
-    "fast_lora.LoRA_QKV": (True, *(False,) * 6, True, True, True),
-    "fast_lora.LoRA_W": (False, False, True, True),
-    "layernorm.Fast_Layernorm": (True, False, False, True, True),
-    "rms_layernorm.Fast_RMS_Layernorm": (True, False, True),
+_OVER_LAST: dict[str, tuple[str, tuple[int, ...]]] = {
+    "flash_attn.ops.triton.layer_norm.LayerNormFn": ("r....rrrr", (0, 3, 4)),
+    "flash_attn.ops.triton.layer_norm.LayerNormLinearFn": ("r...rr", (0, 5)),
+    "unsloth.kernels.fast_lora.LoRA_MLP": ("......rrrrrr", (0,)),
+    "unsloth.kernels.fast_lora.LoRA_QKV": ("r......rrr", (0,)),
+    "unsloth.kernels.fast_lora.LoRA_W": ("..rr", (0,)),
+    "unsloth.kernels.layernorm.Fast_Layernorm": ("r..rr", (0,)),
+    "unsloth.kernels.rms_layernorm.Fast_RMS_Layernorm": ("r.r", (0,)),
 }
+"""Functions over the last dimension: which saved tensors have rows ("r"), and which of the returned gradients."""
 
 
-def _over_rows_or_tokens(node: Any, backward: Any, *grads: Any, has_rows: tuple[bool, ...]) -> Any:
+def _over_rows_or_tokens(node: Any, backward: Any, *grads: Any, has_rows: str, returned: tuple[int, ...]) -> Any:
     """LoRA layers and norms of (N, T, width), which save tensors as (N, T, ...) or as (N * T, ...)."""
-    g, saved = grads[0], node.saved_tensors
-    if not all(type(each) is RowSlice and each.rows is g.rows and each.layout == g.layout for each in grads):
+    given, saved = [each for each in grads if each is not None], node.saved_tensors
+    g = given[0]
+    if not all(type(each) is RowSlice and each.rows is g.rows and each.layout == g.layout for each in given):
         return Densify("the gradients of the outputs are not sliced alike")
     if len(saved) != len(has_rows) or g.layout.holds(g.ndim - 1):
         return Densify("the function saves other tensors than expected, or works over the rows' own dimension")
@@ -223,19 +227,73 @@ def _over_rows_or_tokens(node: Any, backward: Any, *grads: Any, has_rows: tuple[
         every = g.shape[:-1]
         if tensor.shape[: len(every)] == every:
             return g.take(tensor)
-        if tensor.shape[0] != prod(every):
+        added = tensor.shape[0] == 2 * prod(every) and getattr(node, "has_x1", False)  # two inputs, with seeds each
+        parts = 2 if added else 1
+        if tensor.shape[0] != parts * prod(every):
             raise NeedsAllRows("a saved tensor does not hold the rows")
-        return g.take(tensor.view(*every, *tensor.shape[1:])).flatten(0, len(every) - 1)
+        of_rows = (g.take(part.view(*every, *part.shape[1:])) for part in tensor.chunk(parts))
+        return torch.cat([part.flatten(0, len(every) - 1) for part in of_rows])
 
-    taken = tuple(kept(t) if rows and t is not None else t for t, rows in zip(saved, has_rows, strict=True))
+    taken = tuple(kept(t) if rows == "r" and t is not None else t for t, rows in zip(saved, has_rows, strict=True))
     # Some backwards write their result over a saved input, or over the gradient.
-    values = (each.values for each in grads)
-    to_input, *others = own_backward(node, *values, saved_tensors=taken, inplace=False, reuse_grad=False)
-    return (None if to_input is None else g.like(to_input)), *others
+    changed: Any = {"inplace": False, "reuse_grad": False}
+    if "x_shape_og" in vars(node):
+        changed["x_shape_og"] = [*g.kept_shape(g.shape[:-1]), node.x_shape_og[-1]]
+    values = kept_values(node, grads, (g.dim,) * len(grads), g)
+    results = own_backward(node, *values, saved_tensors=taken, **changed)
+    return tuple(g.like(d) if place in returned and d is not None else d for place, d in enumerate(results))
 
 
-for _name, _has_rows in _UNSLOTH.items():
-    function_rule(f"unsloth.kernels.{_name}", positions=True)(partial(_over_rows_or_tokens, has_rows=_has_rows))
+for _name, (_has_rows, _places) in _OVER_LAST.items():
+    function_rule(_name, positions=True)(partial(_over_rows_or_tokens, has_rows=_has_rows, returned=_places))
+
+
+@function_rule("flash_attn.ops.activations.SwiGLUFunction", positions=True)
+def _gated(node: Any, backward: Any, g: RowSlice) -> Any:
+    """Entry by entry; both operands have the rows."""
+    if any(t.shape != g.shape for t in node.saved_tensors):
+        return Densify("the operands have different shapes")
+    return tuple(map(g.like, own_backward(node, g.values, saved_tensors=tuple(map(g.take, node.saved_tensors)))))
+
+
+_ROTARY = {"ApplyRotaryEmb": (3, 7), "ApplyRotaryEmbQKV_": (4, 7), "ApplyRotaryEmbKV_": (2, 4)}
+"""flash-attn's rotary embeddings: how many tensors each saves beside offsets, and its arguments beside the heads."""
+_AT_ONCE = 2**18  # tokens that one launch of its kernel can take
+
+
+def _by_place(node: Any, backward: Any, g: RowSlice, tensors: int, others: int) -> Any:
+    """Heads turned by angles of their place, (N, T, ...) or packed (T, ...): one sequence of the kept tokens."""
+    *angles, ends = [*node.saved_tensors[:tensors], *(None,) * (tensors != 3)]
+    given = node.saved_tensors[tensors:]
+    if len(given) != (node.seqlen_offsets is None) or any(part.dim > (ends is None) for part in g.layout.parts):
+        return Densify("the rows are neither sequences nor tokens, or the function saves other tensors than expected")
+    offsets = given[0] if given else node.seqlen_offsets
+    places = torch.arange(g.shape[ends is None], device=g.values.device)
+    if ends is not None:
+        ends = ends.long()
+        sequence = (torch.searchsorted(ends, places, right=True) - 1).clamp(0, len(ends) - 2)
+        places = places - ends[sequence] + (offsets[sequence] if given else offsets)
+    else:
+        places = (places + (offsets[:, None] if given else offsets)).expand(g.shape[:2])
+
+    def some(values: Tensor, places: Tensor) -> Tensor:
+        # Beyond the table, which tensors of offsets can reach, the kernel turns by an angle of 0.
+        tables = (
+            t if t is None else F.pad(t, (0, 0, 0, 1), value=1.0 - number % 2)[places.clamp(max=len(t))]
+            for number, t in enumerate(angles)
+        )
+        changed: Any = {"saved_tensors": (*tables, *(None,) * (tensors == 3)), "seqlen_offsets": 0, "inplace": False}
+        return own_backward(node, values[None], **changed)[0][0]
+
+    values: Tensor = g.values if ends is not None else g.values.flatten(0, 1)
+    values = values.clone(memory_format=torch.contiguous_format)  # two of the three write to it
+    pieces = zip(torch.split(values, _AT_ONCE), torch.split(g.take(places).flatten(), _AT_ONCE), strict=True)
+    return g.like(torch.cat([some(*piece) for piece in pieces]).view(g.values.shape)), *(None,) * others
+
+
+for _name, (_tensors, _others) in _ROTARY.items():
+    _rule = partial(_by_place, tensors=_tensors, others=_others)
+    function_rule(f"flash_attn.layers.rotary.{_name}", positions=True)(_rule)
 
 
 def _turned(node: Any, backward: Any, *grads: Any) -> Any:
