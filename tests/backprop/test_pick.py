@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import picks
 import rowprop
 from picks import ROWS, N, Take, as_indexed, assert_same_gradients, chain, gradients, net, passing, weight
+from rowprop.backprop import foreign
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
@@ -435,6 +436,26 @@ def test_rows_go_without_a_garbage_collection():
         assert sets() == before
     finally:
         gc.enable()
+
+
+def test_a_plain_cross_entropy_has_no_hooks_of_a_parallel_one(monkeypatch: pytest.MonkeyPatch):
+    # Red when: DTensors need only be imported; the type of node is remembered as one that needs nothing.
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    hooked: list[int] = []
+    hook = foreign._slice_parallel_loss
+    monkeypatch.setattr(foreign, "_slice_parallel_loss", lambda node: hooked.append(len(made := hook(node))) or made)
+    w = weight(5, 3)
+
+    def backward() -> int:
+        hooked.clear()
+        losses = F.cross_entropy(torch.ones(N, 5).double() @ w, torch.arange(N) % 3, reduction="none")
+        rowprop.pick(losses, ROWS).sum().backward()
+        return sum(hooked)
+
+    assert backward() == 0
+    with loss_parallel():
+        assert backward() > 0
 
 
 @pytest.mark.usefixtures("quick_collections")

@@ -7,6 +7,7 @@ one. The exception is a function with a rule, which says how the function acts o
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -154,8 +155,9 @@ def _prepare(start: Any, rows: RowSet, slices: bool, held: Backward) -> list[Cal
         elif name.startswith(_READS):
             if 0 in node._input_metadata[0].shape:
                 undo.append(node.register_prehook(partial(_read_nothing, rows)).remove)
-        elif name.startswith("NllLossBackward") and node.next_functions[0][0].name().startswith("LogSoftmaxBackward"):
-            undo += _slice_parallel_loss(node)
+        elif name.startswith("NllLossBackward"):
+            if _loss_is_parallel(node):
+                undo += _slice_parallel_loss(node)
         elif name == "torch::autograd::CopySlices":
             undo += _mark_copying(node)
         elif name == kind.__name__ and not in_python:
@@ -273,6 +275,14 @@ def _take_rows_alike(node: Any) -> list[Callable[[], Any]]:
                 grad.alike = False
 
     return [node.register_prehook(enter).remove, node.register_hook(leave).remove]
+
+
+def _loss_is_parallel(node: Any) -> bool:
+    """Whether ``loss_parallel`` is active, and would run this node of a cross-entropy if its losses are DTensors."""
+    loaded: Any = sys.modules.get("torch.distributed.tensor.parallel.loss")
+    handlers = () if loaded is None else loaded.DTensor._op_dispatcher._custom_op_handlers
+    active = torch.ops.aten.nll_loss_backward.default in handlers
+    return active and node.next_functions[0][0].name().startswith("LogSoftmaxBackward")
 
 
 def _slice_parallel_loss(node: Any) -> list[Callable[[], Any]]:
