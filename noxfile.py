@@ -43,7 +43,7 @@ ZEROS = """stable-baselines3==2.9.2 torchrl==0.14.1 x-transformers==2.31.10 pyro
 pytorch-crf==0.7.2 gpytorch==1.15.2 pytorch-metric-learning==2.9.0""".split()
 FUNCTIONS = """entmax==1.3 pytorch-tabnet==4.1.0 brevitas==0.13.4 dependencies==2.0.1 unfoldnd==0.2.3
 snntorch==1.0.0""".split()
-FLASH_ATTN = "flash_attn-2.8.3"
+FLASH_ATTN, FLASH_ATTN_4 = "flash_attn-2.8.3", "flash-attn-4==4.0.0b36"
 KERNELS = """einops==0.8.2 numpy setuptools wheel packaging psutil ninja pytest triton==3.7.1 transformers==5.24.0
 peft==0.21.2""".split()
 UNSLOTH = "unsloth==2026.10.9 unsloth-zoo==2026.10.9".split()
@@ -210,6 +210,10 @@ def kernels(session: nox.Session) -> None:
         package = FLASH_ATTN.replace("_", "-").replace("-2", "==2")
         session.run("pip", "download", *options, str(sources), package, env={"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"})
         shutil.unpack_archive(sources / f"{FLASH_ATTN}.tar.gz", sources, filter="data")
+    if not (sources / "flash_attn_4").exists():
+        session.run("pip", "download", "--no-deps", "--dest", str(sources), FLASH_ATTN_4)
+        (wheel,) = sources.glob("flash_attn_4-*.whl")
+        shutil.unpack_archive(wheel, sources / "flash_attn_4", "zip")
     environment = ONE_THREAD | {"PYTHONPATH": str(sources / FLASH_ATTN), "TRITON_INTERPRET": "1"}
     session.run("pytest", *files("kernels kernel_decoders kernel_functions unsloth"), *session.posargs, env=environment)
 

@@ -8,6 +8,7 @@ depend on a sequence's place in the batch.
 
 from __future__ import annotations
 
+import ast
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,88 @@ def source(path: str) -> Path:
     found = find_spec("flash_attn")
     assert found is not None and found.submodule_search_locations
     return Path(next(iter(found.submodule_search_locations)), path)
+
+
+def version(number: int) -> Any:
+    """The functions of flash-attn 3 or 4 over the same kernels, from their own source beside that of 2.8."""
+    name = f"flash_attn_{number}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module: Any = ModuleType(name)
+    if number == 3:  # the Python of 2.8.3's sdist; its extension is a namespace of ops
+        text = source("../hopper/flash_attn_interface.py").read_text()
+        sys.modules["flash_attn_3"] = sys.modules["flash_attn_3._C"] = module
+        exec(compile(text, name, "exec"), vars(module))
+        module.flash_attn_3_cuda = SimpleNamespace(fwd=fwd_of_3, bwd=bwd_of_3)
+    else:  # its module imports CUDA's compiler, so its functions are taken alone
+        text = source(f"../../{name}/flash_attn/cute/interface.py").read_text()
+        wanted = {"FlashAttnFunc", "FlashAttnVarlenFunc", "flash_attn_func", "flash_attn_varlen_func"}
+        kept = [node for node in ast.parse(text).body if getattr(node, "name", "") in wanted]
+        tree = ast.parse("from __future__ import annotations")
+        tree.body += kept
+        module.torch, module._flash_attn_fwd, module._flash_attn_bwd = torch, fwd_of_4, bwd_of_4
+        module._validate_gather_bwd_kwargs = lambda *_: None
+        exec(compile(tree, name, "exec"), vars(module))
+    sys.modules[name] = module
+    return module
+
+
+def fwd_of_3(*args: Any) -> tuple[Tensor, Tensor]:
+    """Called as version 3's; all else than queries, keys, values and their lengths has to be left out."""
+    q, k, v, *others = args[:23]
+    ends_q, ends_k, max_q, max_k = (others.pop(place) for place in (4, 4, 7, 7))
+    assert all(other is None for other in others)
+    scale, causal, left, right, chunk, softcap = args[23:29]
+    assert chunk == 0
+    if ends_q is None:
+        return fwd(q, k, v, None, None, 0, scale, causal, left, right, softcap, False, None)[:2]
+    beside = None, None, None, None
+    about = max_q, max_k, 0, scale, False, causal, left, right, softcap, False, None
+    return varlen_fwd(q, k, v, None, ends_q, ends_k, *beside, *about)[:2]
+
+
+def bwd_of_3(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    ends_q: Tensor | None, ends_k: Tensor | None, used_q: Tensor | None, used_k: Tensor | None, max_q: int, max_k: int,
+    scale: float, causal: bool, left: int, right: int, softcap: float, deterministic: bool, margin: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Called as version 3's."""
+    given, state = (dout, q, k, v, out, logsumexp, dq, dk, dv), torch.zeros(2, dtype=torch.int64)
+    assert used_q is used_k is None
+    if ends_q is None or ends_k is None:
+        return bwd(*given, None, 0, scale, causal, left, right, softcap, deterministic, None, state)
+    about = None, max_q, max_k, 0, scale, False, causal, left, right, softcap, deterministic, None, state
+    return varlen_bwd(*given, ends_q, ends_k, *about)
+
+
+def fwd_of_4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Any, ...]:
+    """Called as version 4's."""
+    left, right = (options[f"window_size_{side}"] for side in ("left", "right"))
+    lengths = [options.get(f"{name}_{of}") for name in ("cu_seqlens", "max_seqlen") for of in "qk"]
+    others = [None] * 4 + lengths[:2] + [None, None, None] + lengths[2:] + [None] * 9
+    about = options["softmax_scale"] or q.shape[-1] ** -0.5, options["causal"], open_at(left), open_at(right), 0
+    return *fwd_of_3(q, k, v, *others, *about, options["softcap"]), None, None, None
+
+
+def open_at(size: int | None) -> int:
+    """How far a window reaches, as versions 2 and 3 write it."""
+    return -1 if size is None else size
+
+
+def bwd_of_4(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, logsumexp: Tensor, scale: float | None, causal: bool,
+    softcap: float, window_size_left: int | None, window_size_right: int | None, dlse: Tensor | None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, seqused_q: None = None,
+    seqused_k: None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, deterministic: bool = False, **others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Called as version 4's, with the gradient of a log-sum-exp, too."""
+    grads = tuple(map(torch.empty_like, (q, k, v)))
+    if dlse is not None:  # it adds to the sums that are taken off the scores' gradients
+        out = out - (dlse.movedim(-2, -1) / dout.square().sum(-1).clamp(min=1e-300))[..., None] * dout
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+    window = open_at(window_size_left), open_at(window_size_right)
+    about = scale or q.shape[-1] ** -0.5, causal, *window, softcap, deterministic
+    return bwd_of_3(dout, q, k, v, out, logsumexp, *grads, *lengths, *about)[:3]
 
 
 def fwd(

@@ -59,8 +59,12 @@ def apply(interface: Any, name: str, q: Tensor, k: Tensor, v: Tensor, ends: Tens
         heads = [torch.stack(heads, -3)]
     elif "kvpacked" in name:
         heads = [heads[0], torch.stack(heads[1:], -3)]
-    about = ([ends, T] if "qkvpacked" in name else [ends, ends.clone(), T, T]) if varlen else []
-    return getattr(interface, f"flash_attn_{name}")(*heads, *about, **options).view(shape)
+    if "qkvpacked" in name:
+        about: dict[str, Any] = {"cu_seqlens": ends, "max_seqlen": T}
+    else:
+        about = {"cu_seqlens_q": ends, "cu_seqlens_k": ends.clone(), "max_seqlen_q": T, "max_seqlen_k": T}
+    out = getattr(interface, f"flash_attn_{name}")(*heads, **(about if varlen else {}), **options)
+    return (out[0] if isinstance(out, tuple) else out).view(shape)
 
 
 FUNCTIONS = {
@@ -303,6 +307,69 @@ def test_a_function_is_known_under_a_generated_module():
 
     report = as_indexed(step, rtol=1e-9)
     assert report.sliced["FlashAttnFunc"] == LAYERS and not report.densified and flops[1] <= 0.27 * flops[0]
+
+
+VERSIONS = [(3, "func"), (3, "qkvpacked_func"), (3, "varlen_func"), (4, "func"), (4, "varlen_func")]
+
+
+@pytest.mark.parametrize(("version", "name"), VERSIONS)
+@pytest.mark.parametrize("kept", ["rows", "whole rows", "whole sequences", "scattered"])
+# Red when: the output is taken for the log-sum-exp of another version; lengths of all go to the kernel.
+def test_the_functions_of_versions_3_and_4(version: int, name: str, kept: str):
+    keys = H if "qkv" in name else 2
+    x, w = layers(keys)
+    attend = partial(apply, flash_kernels.version(version), name, causal=True, softcap=0.7, window_size=(3, 0))
+    mask = KEPT.get(kept)
+
+    def step(take: Take, cut: bool = False):
+        def loss() -> Tensor:
+            used = cut_attention(mask, attend, heads=2) if cut and take is indexed else attend
+            losses = losses_of_tokens(used, x, w, keys)
+            return (take(losses.sum(1), ROWS) if mask is None else take(losses, mask)).log1p().sum()
+
+        RAN.clear()
+        return gradients(loss, w)
+
+    report = as_indexed(step, rtol=1e-9, atol=1e-11)
+    sizes, which = LENGTHS if "varlen" in name else [T] * N, torch.isin(PLACES // T, ROWS) if mask is None else mask
+    held = [bool(some.any()) for some in which.flatten().split(sizes)]
+    assert RAN[:] == [[size for size, some in zip(sizes, held, strict=True) if some]] * LAYERS
+    assert report.sliced[FUNCTIONS[name]] == LAYERS and not report.densified
+    if mask is not None:
+        assert as_indexed(partial(step, cut=True), rtol=1e-9, atol=1e-11, attention="cut").cut
+
+
+USES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "the log-sum-exp has a gradient": (4, "func", {"return_lse": True}),
+    "options without a rule": (4, "func", {"score_mod": lambda *_: None}),
+    "what it saves": (3, "varlen_func", {"seqused_q": torch.tensor(LENGTHS, dtype=torch.int32)}),
+}
+
+
+@pytest.mark.parametrize("reason", USES)
+# Red when: a use without a rule is let through.
+def test_other_uses_of_versions_3_and_4_run_at_full_size(reason: str, monkeypatch: pytest.MonkeyPatch):
+    version, name, options = USES[reason]
+    module = flash_kernels.version(version)
+    x, (w, _) = layers()
+
+    def attend(*heads: Tensor) -> Tensor:
+        if "return_lse" not in options:
+            return apply(module, name, *heads, **options)
+        out, logsumexp = module.flash_attn_func(*heads, **options)
+        return out + logsumexp.transpose(1, 2)[..., None]
+
+    if "seqused_q" in options:  # all of each sequence
+        for part in ("fwd", "bwd"):
+            monkeypatch.setattr(module.flash_attn_3_cuda, part, without_used(getattr(flash_kernels, f"{part}_of_3")))
+    report = as_indexed(
+        lambda take: gradients(lambda: take(losses_of_tokens(attend, x, [w]).sum(1), ROWS).sum(), [w]), rtol=1e-9
+    )
+    assert reason in report.densified[FUNCTIONS[name]].reason
+
+
+def without_used(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: kernel(*(None if arg is USES["what it saves"][2]["seqused_q"] else arg for arg in args))
 
 
 def other(name: str, saved: Callable[..., Any], **kept: Any) -> Any:

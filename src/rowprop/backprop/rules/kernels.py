@@ -1,8 +1,8 @@
-"""Attention kernels that are Python functions: torch's ``varlen_attn``, and functions of flash-attn 2.
+"""Attention kernels that are Python functions: torch's ``varlen_attn``, and functions of flash-attn 2, 3 and 4.
 
 flash-attn's are recognised by the name of their class and by what they save. The module's name is not used: the
 ``kernels`` package loads the same classes from modules with generated names. Classes of the same name that save other
-things, such as those of flash-attn 3, run at full size.
+things run at full size.
 
 A rule runs the function's own backward on fewer rows or sequences. flash-attn requires a contiguous last dimension,
 int32 lengths, a contiguous log-sum-exp and heads padded to a multiple of 8. The saved tensors fulfil this, and taking
@@ -37,7 +37,19 @@ _ATTENTION = {
 """Of each function: how many gradients of queries it returns, how many of keys and values, and the names of its longest
 lengths. A gradient of queries, keys and values in one tensor counts as one of keys."""
 
-_OPTIONS = {"dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"}
+_SHARED = {"softmax_scale", "causal", "window_size", "softcap", "deterministic"}
+_OPERANDS = (0, 1, 2, 3, 4)
+_VERSIONS: dict[str, tuple[tuple[int, ...], int, tuple[int, int], set[str]]] = {
+    "dropout_p": (_OPERANDS, 5, (1, 1), {"alibi_slopes"}),
+    "sm_margin": (_OPERANDS, 5, (0, 2), {"attention_chunk"}),
+    "shared_kv": ((0, 1, 2, 4, 5), 11, (6, 8), {"return_lse", "score_mod", "score_mod_bwd", "mask_mod"}),
+}
+"""Versions 2, 3 and 4 of flash-attn, by an option that the others do not have.
+
+Of each: the places of queries, keys, values, output and log-sum-exp among the saved tensors, the place of the first
+lengths, how many other tensors a dense and a packed function saves, and further options. The other tensor of version 2
+is the random state; those of 3 and 4 belong to uses without a rule, and have to be None.
+"""
 _INDEXED = {"IndexFirstAxis", "IndexPutFirstAxis", "IndexFirstAxisResidual"}
 
 
@@ -45,24 +57,38 @@ def _named(names: Collection[str]) -> Callable[[type], bool]:
     return lambda function: function.__name__ in names
 
 
-def _is_known(options: dict[str, Any], saved: tuple[Any, ...], longest: tuple[str, ...]) -> bool:
-    """Whether a function saves the tensors and the options that flash-attn 2.8 saves, of fitting shapes."""
+def _version(options: dict[str, Any]) -> str:
+    return next((name for name in _VERSIONS if name in options), "dropout_p")
+
+
+def _known(options: dict[str, Any], saved: tuple[Any, ...], longest: tuple[str, ...]) -> list[int] | None:
+    """The places of operands and lengths among the saved tensors; None unless a version of flash-attn saves these."""
+    version = _version(options)
+    operands, first, others, more = _VERSIONS[version]
+    places = [*operands, *range(first, first + len(longest))]
+    rest = [t for place, t in enumerate(saved) if place not in places]
     held = {name for name, value in options.items() if isinstance(value, Tensor)}
-    expected = {"alibi_slopes", *longest}  # transformers gives the longest lengths as tensors
-    if len(saved) != 6 + len(longest) or not all(isinstance(t, Tensor) for t in saved) or not held <= expected:
-        return False
-    query, key, value, out, logsumexp, *lengths, _ = cast("tuple[Tensor, ...]", saved)
+    if (
+        len(rest) != others[bool(longest)]
+        or any(isinstance(t, Tensor) != (version == "dropout_p") for t in rest)
+        or not all(isinstance(saved[place], Tensor) for place in places)
+        or not held <= {"alibi_slopes", *longest}  # transformers gives the longest lengths as tensors
+        or not options.keys() >= _SHARED.union(longest, more)
+        or any(options.get(name) is not None for name in ("score_mod", "mask_mod", "block_sparse_tensors_bwd"))
+    ):
+        return None
+    query, key, value, out, logsumexp, *lengths = cast("list[Tensor]", [saved[place] for place in places])
     *batch, heads, width = query.shape
     of_scores = (heads, *batch) if longest else (*batch[:1], heads, *batch[1:])
     fits = query.ndim == key.ndim == 4 - bool(longest) and query.shape == out.shape and key.shape == value.shape
-    return (
-        options.keys() >= _OPTIONS.union(longest)
-        and fits
+    known = (
+        fits
         and key.shape[-1] == width
         and (bool(longest) or key.shape[0] == query.shape[0])
         and logsumexp.shape == of_scores
         and all(length.ndim == 1 and length.dtype == torch.int32 for length in lengths)
     )
+    return places if known else None
 
 
 def _at_full_size(
@@ -75,9 +101,17 @@ def _at_full_size(
     return *(sliced_again(d, g.rows, g.layout) for d in results[:sliced]), *results[sliced:]
 
 
-def _own(node: Any, grad: Tensor, num_outputs: int, *saved: Tensor, **changed: Any) -> tuple[Any, ...]:
+def _own(node: Any, grad: Tensor, num_outputs: int, saved: Sequence[Any], **changed: Any) -> tuple[Any, ...]:
     """The results of the function's own backward; it does not use the gradient of the log-sum-exp."""
-    return own_backward(node, grad, *[None] * (num_outputs - 1), saved_tensors=saved, **changed)
+    return own_backward(node, grad, *[None] * (num_outputs - 1), saved_tensors=tuple(saved), **changed)
+
+
+def _with(saved: Sequence[Any], places: Sequence[int], tensors: Sequence[Tensor]) -> list[Any]:
+    """The saved tensors with other tensors in these places."""
+    new = list(saved)
+    for place, tensor in zip(places, tensors, strict=True):
+        new[place] = tensor
+    return new
 
 
 def _of_sequences(
@@ -107,7 +141,7 @@ def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
 
     def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int], _: Any) -> Any:
         tensors = (*kept[:3], *ends, *kept[3:], saved[7])
-        return _own(node, grad, len(grads), *tensors, max_q=longest[0], max_k=longest[1])
+        return _own(node, grad, len(grads), tensors, max_q=longest[0], max_k=longest[1])
 
     operands, own_kernel = [query, key, value, *saved[5:7]], kernel if len(saved) == 8 else None
     return _of_sequences("varlen_attn", backward, g, operands, lengths, own_kernel, ALL, (1, 2), len(grads))
@@ -118,18 +152,24 @@ def flash_attention(node: Any, backward: Any, *grads: Any) -> Any:
     """Rows (N, T, heads, width) attend within themselves, packed sequences (T, heads, width) within their lengths."""
     g, saved, name = grads[0], node.saved_tensors, node._forward_cls.__name__
     own, of_keys, longest = _ATTENTION[name]
-    if not _is_known(cast("dict[str, Any]", vars(node)), saved, longest):
-        return Densify(f"this {name} does not save what it saves in flash-attn 2.8")
+    options = cast("dict[str, Any]", vars(node))
+    places = _known(options, saved, longest)
+    if places is None:
+        return Densify(
+            f"this {name} does not save what it saves in flash-attn 2.8, 3 or 4, or has options without a rule"
+        )
+    if options.get("return_lse") and grads[1] is not None:
+        return Densify("the log-sum-exp has a gradient, too")
     if type(g) is not RowSlice or g.shape[:-1] != saved[0].shape[:-1]:
         return Densify("the output's gradient is not sliced over rows or tokens")
-    return (_of_packed if longest else _of_rows)(node, backward, g, saved, name, (own, of_keys), len(grads))
+    return (_of_packed if longest else _of_rows)(node, backward, g, places, name, (own, of_keys), len(grads))
 
 
 def _of_rows(
-    node: Any, backward: Any, g: RowSlice, saved: tuple[Tensor, ...], name: str, counts: tuple[int, int], outputs: int
+    node: Any, backward: Any, g: RowSlice, places: list[int], name: str, counts: tuple[int, int], outputs: int
 ) -> Any:
     """Run the backward on K rows of all operands; of kept tokens, on the rows that hold one."""
-    dims = {part.dim for part in g.layout.parts}
+    saved, dims = node.saved_tensors, {part.dim for part in g.layout.parts}
     if not dims <= {0, 1}:
         return Densify("the batch is not the first dimension")
     tokens, cut = None, False
@@ -138,7 +178,7 @@ def _of_rows(
         cut = tokens is not None and g.rows.attention == "cut" and saved[1].shape[1] == g.shape[1]
         if cut:
             note("cut", name)
-    if node.dropout_p > 0:
+    if getattr(node, "dropout_p", 0) > 0:
         return _at_full_size(name, DROPOUT, backward, g, outputs, counts, cut or 1 not in dims)
     rows = g
     if 1 in dims and (tokens is not None or g.layout.minor):  # the kernel takes whole rows
@@ -151,11 +191,11 @@ def _of_rows(
             return _at_full_size(name, ALL, backward, g, outputs, counts, cut)
     if rows.dim != 0:
         return Densify("the batch is not the first dimension")
-    alibi = node.alibi_slopes
+    alibi = getattr(node, "alibi_slopes", None)
     if isinstance(alibi, Tensor) and alibi.ndim == 2:
         alibi = rows.take(alibi)
-    kept = [*map(rows.take, saved[:5]), saved[5]]
-    results = _own(node, readable_values(rows.values), outputs, *kept, alibi_slopes=alibi)
+    kept = _with(saved, places, [rows.take(saved[place]) for place in places])
+    results = _own(node, readable_values(rows.values), outputs, kept, alibi_slopes=alibi)
     sliced = [rows.like(d) for d in results[: sum(counts)]]
     if tokens is not None:  # other queries of these rows have a gradient of zero; under cut, other keys have none
         some = len(sliced) if cut else counts[0]
@@ -164,27 +204,27 @@ def _of_rows(
 
 
 def _of_packed(
-    node: Any, backward: Any, g: RowSlice, saved: tuple[Tensor, ...], name: str, counts: tuple[int, int], outputs: int
+    node: Any, backward: Any, g: RowSlice, places: list[int], name: str, counts: tuple[int, int], outputs: int
 ) -> Any:
     """Run the backward on the sequences that hold a kept token."""
     if any(part.dim != 0 for part in g.layout.parts):
         return Densify("the output's gradient is not sliced over packed tokens")
-    *operands, state = saved
-    operands, ends = operands[:5], operands[5:]
-    lengths, names = (ends[0], ends[-1]), _ATTENTION[name][2]
+    saved, names = node.saved_tensors, _ATTENTION[name][2]
+    operands, ends = ([saved[place] for place in some] for some in (places[:5], places[5:]))
 
     def kernel(
         grad: Tensor, kept: list[Tensor], new: list[Tensor], longest: list[int], sequences: list[int] | None
     ) -> tuple[Any, ...]:
-        alibi = node.alibi_slopes
+        alibi = getattr(node, "alibi_slopes", None)
         if isinstance(alibi, Tensor) and alibi.ndim == 2 and sequences is not None:
             alibi = alibi.index_select(0, torch.tensor(sequences).to(alibi.device, non_blocking=True))
         changed = dict(zip(names, longest, strict=False))
-        return _own(node, grad, outputs, *kept, *new[: len(names)], state, alibi_slopes=alibi, **changed)
+        tensors = _with(saved, places, [*kept, *new[: len(names)]])
+        return _own(node, grad, outputs, tensors, alibi_slopes=alibi, **changed)
 
-    drops = node.dropout_p > 0
+    drops = getattr(node, "dropout_p", 0) > 0
     own_kernel, why = (None, DROPOUT) if drops else (kernel, ALL)
-    return _of_sequences(name, backward, g, operands, lengths, own_kernel, why, counts, outputs)
+    return _of_sequences(name, backward, g, operands, (ends[0], ends[-1]), own_kernel, why, counts, outputs)
 
 
 @function_rule(_named(_INDEXED), positions=True, apart=True)
