@@ -283,3 +283,17 @@ def test_a_failed_build_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert result.exit_code == 2
     assert "could not be compiled: " in result.stderr.splitlines()[-1]
     assert not building.library().exists()
+
+
+def test_the_wheel_is_used_where_it_fits_this_torch_and_python(place: Place):
+    # Red with a library's name that lacks torch's version: the wheel of another torch is loaded.
+    package = place.where / "rowprop_native"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    place.patch.syspath_prepend(place.where)
+    shipped = package / f"{place.goal.parent.name}.so"
+    shipped.touch()
+    assert building.library() == shipped
+    assert not building._start()  # pyright: ignore[reportPrivateUsage]
+    place.patch.setattr(torch, "__version__", "2.99.0")
+    assert building.library().parent.parent == place.goal.parent.parent

@@ -32,17 +32,22 @@ from rowprop import native
 
 _SOURCE = Path(__file__).parent / "native.cpp"
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from rowprop.native import building; building.in_background()"
+WHEEL = "rowprop_native"
+"""The package of the wheel. Its library's name holds what it was compiled for."""
 _started = list[bool]()  # not empty: this process started a compilation, and starts no other if that is killed
 _next_look_s = [0.0]  # when arrive() looks for the library again, by time.monotonic()
 
 
 def library() -> Path:
-    """Where the library for this source, torch and Python is, or will be: beside those that torch compiles."""
+    """Where the library for this source, torch and Python is: in the wheel ``rowprop-native``, or in torch's cache."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or user / "torch_extensions")
     about = _SOURCE.read_bytes() + f"{torch.__version__}{EXTENSION_SUFFIXES[0]}".encode()
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    return root / f"rowprop_native_{python}_{hashlib.sha256(about).hexdigest()[:12]}" / "rowprop_native.so"
+    name = f"rowprop_native_{python}_{hashlib.sha256(about).hexdigest()[:12]}"
+    wheel = importlib.util.find_spec(WHEEL)
+    shipped = [Path(place, f"{name}.so") for place in wheel.submodule_search_locations or ()] if wheel else []
+    return next((path for path in shipped if path.exists()), root / name / "rowprop_native.so")
 
 
 def find() -> tuple[ModuleType | None, str]:
@@ -51,7 +56,9 @@ def find() -> tuple[ModuleType | None, str]:
         return None, "Python, by ROWPROP_NATIVE=0"
     try:
         goal = library()
-        return (_load(goal), "native") if goal.exists() else (None, f"Python, {_outlook(goal)}")
+        if not goal.exists():
+            return None, f"Python, {_outlook(goal)}"
+        return _load(goal), "native, from the wheel rowprop-native" if goal.parent.name == WHEEL else "native"
     except (OSError, RuntimeError, ImportError) as error:
         return None, f"Python, as the native one cannot be loaded: {error}"
 
@@ -88,6 +95,8 @@ def build() -> None:
             cannot be written to.
     """
     goal = library()
+    if goal.exists():
+        return
     goal.parent.mkdir(parents=True, exist_ok=True)
     with _lock(goal, wait=True):
         _compile(goal)
