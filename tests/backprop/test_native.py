@@ -489,6 +489,53 @@ def test_backwards_of_several_threads_do_not_meet():
 
 
 @dispatched
+class Doubled(torch.autograd.Function):
+    """A custom function without a rule, which gets a dense gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert type(grad) is Tensor
+        return 2 * grad
+
+
+@dispatched
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("inputs", [None, "weights", "hidden"])
+def test_nodes_that_python_has_to_look_at_are_found_by_the_extension(hooked: bool, inputs: str | None):
+    # Two picks in one backward, whose graphs share a layer and a leaf. Red if limits or hooks are not asked for, and if
+    # special nodes are left out.
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    x, y = torch.randn(2, 32, 4).unbind()
+    x.requires_grad_(), y.requires_grad_()
+    seen = list[type]()
+    if hooked:
+        x.register_hook(lambda grad: seen.append(type(grad)))
+
+    def gradients(pick: Callable[[Tensor, list[int]], Tensor]) -> list[Tensor]:
+        hidden = layers[0](x).tanh()
+        outputs = layers[1](hidden) + x + 3 * Doubled.apply(y), layers[2](hidden) - x
+        first, second = (output.square().mean(1) for output in outputs)
+        loss = pick(first, [1, 5]).sum() + pick(second, [2]).sum()
+        weights = [layer.weight for layer in layers]
+        if inputs is not None:
+            return [*torch.autograd.grad(loss, weights if inputs == "weights" else [hidden, *weights[1:]])]
+        leaves = [x, y, *weights]
+        for leaf in leaves:
+            leaf.grad = None
+        loss.backward()
+        return [cast(Tensor, leaf.grad) for leaf in leaves]
+
+    for _ in range(TIMES):
+        found = gradients(rowprop.pick)
+        assert {*map(type, found), *seen} == {Tensor}
+        torch.testing.assert_close(found, gradients(lambda losses, rows: losses[rows]))
+    assert len(seen) == 2 * TIMES * (hooked and inputs is None)
+
+
 def test_an_op_that_reads_a_value_is_not_replayed():
     # Red with `reads` left out of check_readable, or without the tags of ops.
     x, w = torch.randn(8, 5), torch.randn(5, 5, requires_grad=True)

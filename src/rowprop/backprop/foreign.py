@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
+from rowprop import native
 from rowprop.backprop.backward import Backward, alone, outer, running
 from rowprop.backprop.rowgrad import RowGrad, go_native, in_full, inside, unwrap, wrap
 from rowprop.backprop.rules.apply import apply_rule
@@ -118,7 +119,7 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     held = running()
     with held.lock:
         # Nothing is sliced yet, and no other backward works with the ops that the extension registers for.
-        if len(held.nodes) == 1 and alone():
+        if native.extension is None and len(held.nodes) == 1 and alone():
             go_native()
         if start not in held.nodes:
             held.ends += _prepare(start, rows, slices, held)
@@ -129,15 +130,19 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
 
 def _prepare(start: Any, rows: RowSet, slices: bool, held: Backward) -> list[Callable[[], Any]]:
     """Prepare the nodes that are not prepared yet; returns functions that undo it."""
-    nodes = upstream(start, held.nodes)
     undo = _step_aside()
-    leaves: list[Any] = []
+    special = None if watched() else _special(start, held)
+    nodes = upstream(start, held.nodes) if special is None else special
+    leaves, ordinary = list[Any](), list[Any]()
     for node in nodes:
         kind: type[Any] = node.__class__
         if kind is AccumulateGrad:
             leaves.append(node)
             continue
-        if kind in _ORDINARY or (node is start and slices):
+        if kind in _ORDINARY:
+            ordinary.append(node)
+            continue
+        if node is start and slices:
             continue
         name = node.name()
         in_python = isinstance(node, BackwardCFunction)
@@ -162,6 +167,9 @@ def _prepare(start: Any, rows: RowSet, slices: bool, held: Backward) -> list[Cal
             undo += _mark_copying(node)
         elif name == kind.__name__ and not in_python:
             _ORDINARY.add(kind)
+            ordinary.append(node)
+    if special is not None:
+        native.extension.learn(ordinary)
     if watched():
         products = [node for node in nodes if node.name().startswith(_PRODUCTS)]
         undo += [node.register_prehook(_report_full(node.name(), rows.num_rows)).remove for node in products]
@@ -178,6 +186,12 @@ def _prepare(start: Any, rows: RowSet, slices: bool, held: Backward) -> list[Cal
             if node is not start or not slices
         ]
     return undo
+
+
+def _special(start: Any, held: Backward) -> list[Any] | None:
+    """The nodes upstream that the extension does not know to need nothing; None: Python has to walk over them all."""
+    made = native.extension
+    return None if made is None else held.of("walked", made.Walked).special(start)
 
 
 def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:

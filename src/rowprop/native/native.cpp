@@ -24,6 +24,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -34,6 +36,7 @@
 #include <optional>
 #include <typeinfo>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace {
 
@@ -754,6 +757,65 @@ void put(const py::object& recording, int64_t low, int64_t high, bool apart, con
   pending.reset();
 }
 
+// --- the graph -----------------------------------------------------------------------------------------------------
+
+// The nodes that a backward has walked over; they live as long as this.
+struct Walked {
+  std::unordered_set<torch::autograd::Node*> known;
+  std::vector<decltype(torch::autograd::Edge::function)> nodes;
+};
+
+enum class Kind { special, ordinary, leaf };
+std::unordered_map<const std::type_info*, Kind> kinds;  // ordinary: autograd's own formulas, which need nothing
+
+Kind& kind_of(const torch::autograd::Node& node) {
+  const auto* type = &typeid(node);
+  auto found = kinds.find(type);
+  if (found == kinds.end()) {
+    const bool leaf = *type == typeid(torch::autograd::AccumulateGrad);
+    found = kinds.emplace(type, leaf ? Kind::leaf : Kind::special).first;
+  }
+  return found->second;
+}
+
+// The nodes upstream of `start`, with itself, that were not walked over yet and are not ordinary; leaves are left out.
+// None: Python has to walk, as a leaf has hooks, or autograd was asked for the gradients of some tensors alone.
+py::object special(Walked& walked, py::handle start) {
+  using torch::autograd::AccumulateGrad;
+  const auto* limits = torch::autograd::get_current_graph_task_exec_info();
+  if (!limits || !limits->empty()) return py::none();
+  auto first = torch::autograd::get_current_node();
+  if (torch::autograd::THPCppFunction_Check(start.ptr())) {
+    first = reinterpret_cast<torch::autograd::THPCppFunction*>(start.ptr())->cdata;
+  } else if (!first || py::reinterpret_steal<py::object>(functionToPyObject(first)).ptr() != start.ptr()) {
+    return py::none();
+  }
+  const size_t before = walked.nodes.size();
+  auto meet = [&](const auto& node) {
+    if (node && walked.known.insert(node.get()).second) walked.nodes.push_back(node);
+  };
+  meet(first);
+  py::list found;
+  for (size_t i = before; i < walked.nodes.size(); i++) {
+    const auto node = walked.nodes[i];
+    const Kind kind = kind_of(*node);
+    if (kind == Kind::leaf) {
+      if (torch::autograd::impl::hooks(static_cast<AccumulateGrad&>(*node).variable).empty()) continue;
+      for (size_t j = before; j < walked.nodes.size(); j++) walked.known.erase(walked.nodes[j].get());
+      walked.nodes.resize(before);
+      return py::none();
+    }
+    for (auto& edge : node->next_edges()) meet(edge.function);
+    if (kind == Kind::special) found.append(py::reinterpret_steal<py::object>(functionToPyObject(node)));
+  }
+  return found;
+}
+
+// These nodes' types are ordinary.
+void learn(const std::vector<py::object>& nodes) {
+  for (auto& node : nodes) kind_of(*reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata) = Kind::ordinary;
+}
+
 std::vector<std::unique_ptr<torch::Library>> libraries;
 
 }  // namespace
@@ -787,6 +849,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& name : ops) library->impl(name.substr(6).c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
     libraries.push_back(std::move(library));
   });
+  py::class_<Walked>(m, "Walked").def(py::init<>()).def("special", &special);
+  m.def("learn", &learn);
   m.def("enable", [](bool on) { enabled = on; });
   m.def("forget", [] {
     Table old;
