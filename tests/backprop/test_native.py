@@ -488,7 +488,6 @@ def test_backwards_of_several_threads_do_not_meet():
     assert errors == []
 
 
-@dispatched
 class Doubled(torch.autograd.Function):
     """A custom function without a rule, which gets a dense gradient."""
 
@@ -536,6 +535,7 @@ def test_nodes_that_python_has_to_look_at_are_found_by_the_extension(hooked: boo
     assert len(seen) == 2 * TIMES * (hooked and inputs is None)
 
 
+@dispatched
 def test_an_op_that_reads_a_value_is_not_replayed():
     # Red with `reads` left out of check_readable, or without the tags of ops.
     x, w = torch.randn(8, 5), torch.randn(5, 5, requires_grad=True)
