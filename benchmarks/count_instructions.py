@@ -30,6 +30,14 @@ WAYS = ("plain", "few", "Python", "native")
 WARMUP = 5
 BACKWARD = "*PythonEngine::execute(*"
 """The function of torch within which instructions are counted."""
+FUNCTIONS = {
+    "ops": r"::kernel\(",
+    "steps": r"::Run::run\([^']*$",
+    "gathers": r"::Run::run\(.*'2",
+    "python": r"torch::autograd::PyNode::apply\(",
+}
+"""Functions of the extension, and that of custom functions in Python, as pick is one: their instructions with those of
+what they call."""
 
 
 def backwards(workload: str, way: str, count: int) -> None:
@@ -49,8 +57,8 @@ def backwards(workload: str, way: str, count: int) -> None:
         loss.backward()
 
 
-def counted(workload: str, way: str, count: int) -> float:
-    """Million instructions of a backward."""
+def counted(workload: str, way: str, count: int) -> dict[str, float]:
+    """Million instructions of a backward, and of what the functions take of them."""
     with tempfile.TemporaryDirectory() as folder:
         callgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--toggle-collect={BACKWARD}"]
         command = [*callgrind, f"--callgrind-out-file={folder}/out", sys.executable, __file__]
@@ -59,9 +67,26 @@ def counted(workload: str, way: str, count: int) -> float:
             [*command, "--only", workload, way, "--backwards", str(count)],
             env=environment, check=True, capture_output=True, text=True,
         )  # fmt: skip
+        annotate = ["callgrind_annotate", "--inclusive=yes", "--threshold=100", f"{folder}/out"]
+        lines = subprocess.run(annotate, check=True, capture_output=True, text=True).stdout.splitlines()
     found = re.search(r"Collected : (\d+)", done.stderr)
     assert found is not None, done.stderr
-    return int(found[1]) / count / 1e6
+    result = {"all": int(found[1]) / count / 1e6}
+    for name, pattern in FUNCTIONS.items():
+        one = [line for line in lines if re.search(pattern, line.partition(" [")[0])]
+        result[name] = sum(int(line.split()[0].replace(",", "")) for line in one[:1]) / count / 1e6
+    return result
+
+
+def beyond_few(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """What native dispatch takes beyond the backward of the kept rows alone, in parts."""
+    native = found["native"]
+    parts = {
+        "gathers": native["gathers"],
+        "pick and the walk over the graph": native["python"],
+        "look-up of recipes, results": native["ops"] - native["steps"],
+    }
+    return parts | {"the rest": native["all"] - found["few"]["all"] - sum(parts.values())}
 
 
 def main() -> None:
@@ -86,7 +111,14 @@ def main() -> None:
     lines += (__doc__ or "").partition("\n\n")[2].strip().splitlines()
     lines += ["", "| million instructions | " + " | ".join(WAYS) + " |", "|---|" + "---|" * len(WAYS)]
     for name, found in result["workloads"].items():
-        lines.append(f"| {name} | " + " | ".join(f"{found[way]:.2f}" for way in WAYS) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{found[way]['all']:.2f}" for way in WAYS) + " |")
+    parts = {name: beyond_few(found) for name, found in result["workloads"].items()}
+    lines += [
+        "",
+        "| native beyond few, million instructions | " + " | ".join(parts["mlp"]) + " |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| {name} | " + " | ".join(f"{part:.2f}" for part in of.values()) + " |" for name, of in parts.items()]
     page = "\n".join(lines) + "\n"
     print(page)
     save(args.out, "instructions", result, page)

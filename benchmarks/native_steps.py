@@ -26,6 +26,7 @@ import rowprop
 from bench_step import CPU, RESULTS, Batch, Bench, gpt, resnet, row_losses, save, setting, spread, vit
 from bench_tokens import Size, token_losses
 from rowprop import native
+from rowprop.backprop.rowgrad import go_native
 from rowprop.native import building
 
 KEEP = 0.25
@@ -58,6 +59,14 @@ def by_python() -> Generator[None]:
             built.enable(True)
 
 
+@contextmanager
+def thinned(model: nn.Module) -> Generator[None]:
+    """Have backwards within the block run on rows that are drawn at the last block."""
+    handle = rowprop.thin(model, keep=KEEP, blocks=["blocks.layers.5"])
+    yield
+    handle.remove()
+
+
 def plain(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
     """All rows."""
     return row_losses(model, batch).mean()
@@ -78,23 +87,9 @@ def tokens(model: nn.Module, batch: Batch, kept: Tensor) -> Tensor:
     return rowprop.pick(token_losses(model, batch), kept, attention="cut").mean()
 
 
-def thinned(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
-    """The backward on rows that are drawn at the last block; the handle leaves the model as it was."""
-    handle = rowprop.thin(model, keep=KEEP, blocks=["blocks.layers.5"])
-    try:
-        return plain(model, batch, rows)
-    finally:
-        handle.remove()
-
-
 def _text(size: Size) -> Batch:
     ids = torch.randint(size.vocabulary, (2, size.sequences, size.steps))
     return ids[0], ids[1]
-
-
-def _small_mlp() -> tuple[nn.Module, Batch]:
-    layers = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.GELU())]
-    return nn.Sequential(*layers, nn.Linear(8, 10)), (torch.randn(32, 8), torch.randint(10, (32,)))
 
 
 Make = Callable[[], tuple[nn.Module, Batch]]
@@ -103,9 +98,7 @@ MODELS: dict[str, tuple[Make, Callable[..., Tensor]]] = {
     "GPT": (lambda: gpt(*CPU.gpt), picked),
     "ResNet": (lambda: resnet(*CPU.resnet), picked),
     "GPT, tokens": (lambda: (bench_tokens.gpt(TOKENS), _text(TOKENS)), tokens),
-    "MiniLM, thinned": (lambda: (Encoder(), (torch.randn(16, 32, 384), torch.randint(10, (16,)))), thinned),
-    "MLP of width 8": (_small_mlp, picked),
-    "transformer of width 32": (lambda: vit(16, 8, 32, 3), picked),
+    "MiniLM, thinned": (lambda: (Encoder(), (torch.randn(16, 32, 384), torch.randint(10, (16,)))), plain),
 }
 
 
@@ -114,7 +107,7 @@ def measure(make: Make, sliced: Callable[..., Tensor], rounds: int) -> dict[str,
     torch.manual_seed(0)
     model, batch = make()
     bench = Bench(model, batch, torch.optim.SGD(model.parameters(), lr=0.0), nullcontext)
-    by_tokens = sliced is tokens
+    by_tokens, thins = sliced is tokens, sliced is plain
     entries = batch[1] if by_tokens else batch[1][:, None] if batch[1].ndim == 1 else batch[1][:, :1]
     ways: dict[str, tuple[Callable[..., Tensor], Callable[[], AbstractContextManager[Any]]]] = {
         "plain": (plain, nullcontext), "few": (few, nullcontext),
@@ -131,7 +124,7 @@ def measure(make: Make, sliced: Callable[..., Tensor], rounds: int) -> dict[str,
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             loss, around = ways[name]
-            with around():
+            with around(), thinned(model) if thins and name in ("Python", "native") else nullcontext():
                 step = bench.step(loss, rows)
             if number >= warmup:
                 taken[name].append(step)
@@ -162,6 +155,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if building.find()[0] is None:
         sys.exit(f"What dispatches is {building.find()[1]}; `rowprop native` compiles the native one.")
+    go_native()
     about = setting(torch.device("cpu"), 1, dtype="float32")
     command = " ".join(["python benchmarks/native_steps.py", *sys.argv[1:]])
     lines = [
@@ -180,7 +174,6 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name in args.models:
         found[name] = f = measure(*MODELS[name], args.rounds)
-        assert native.extension is not None
 
         def cell(way: str, kind: str, f: dict[str, Any] = f) -> str:
             if way not in f:
