@@ -43,7 +43,9 @@ ZEROS = """stable-baselines3==2.9.2 torchrl==0.14.1 x-transformers==2.31.10 pyro
 pytorch-crf==0.7.2 gpytorch==1.15.2 pytorch-metric-learning==2.9.0""".split()
 FUNCTIONS = """entmax==1.3 pytorch-tabnet==4.1.0 brevitas==0.13.4 dependencies==2.0.1 unfoldnd==0.2.3
 snntorch==1.0.0""".split()
-FLASH_ATTN, FLASH_ATTN_4 = "flash_attn-2.8.3", "flash-attn-4==4.0.0b36"
+FLASH_ATTN = "flash_attn-2.8.3"
+WHEELS = "flash-attn-4==4.0.0b36 megatron-core==0.19.2".split()
+"""Of which a session takes the Python alone, though one asks for CUDA and one for a newer Python."""
 KERNELS = """einops==0.8.2 numpy setuptools wheel packaging psutil ninja pytest triton==3.7.1 transformers==5.24.0
 peft==0.21.2""".split()
 UNSLOTH = "unsloth==2026.10.9 unsloth-zoo==2026.10.9".split()
@@ -198,9 +200,9 @@ def families(session: nox.Session) -> None:
 
 @nox.session(python=interpreter("3.11"))
 def kernels(session: nox.Session) -> None:
-    """Run flash-attn's and unsloth's own Python on the CPU.
+    """Run flash-attn's, Megatron's and unsloth's own Python on the CPU.
 
-    tools/flash_kernels.py stands in for flash-attn's CUDA kernels; Triton's interpreter runs unsloth's.
+    tools/flash_kernels.py stands in for flash-attn's CUDA kernels; Triton's interpreter runs its others, and unsloth's.
     """
     session.install(TORCH, *KERNELS, "-e", ".[cli]", "-c", "constraints.txt")
     session.install("--no-deps", *UNSLOTH)
@@ -210,11 +212,14 @@ def kernels(session: nox.Session) -> None:
         package = FLASH_ATTN.replace("_", "-").replace("-2", "==2")
         session.run("pip", "download", *options, str(sources), package, env={"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"})
         shutil.unpack_archive(sources / f"{FLASH_ATTN}.tar.gz", sources, filter="data")
-    if not (sources / "flash_attn_4").exists():
-        session.run("pip", "download", "--no-deps", "--dest", str(sources), FLASH_ATTN_4)
-        (wheel,) = sources.glob("flash_attn_4-*.whl")
-        shutil.unpack_archive(wheel, sources / "flash_attn_4", "zip")
-    environment = ONE_THREAD | {"PYTHONPATH": str(sources / FLASH_ATTN), "TRITON_INTERPRET": "1"}
+    for wheel in WHEELS:
+        name = wheel.partition("==")[0].replace("-", "_")
+        if not (sources / name).exists():
+            options = "--no-deps --only-binary :all: --python-version 3.12 --dest".split()
+            session.run("pip", "download", *options, str(sources), wheel)
+            shutil.unpack_archive(next(sources.glob(f"{name}-*.whl")), sources / name, "zip")
+    path = os.pathsep.join(str(sources / name) for name in (FLASH_ATTN, "megatron_core"))
+    environment = ONE_THREAD | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     session.run("pytest", *files("kernels kernel_decoders kernel_functions unsloth"), *session.posargs, env=environment)
 
 

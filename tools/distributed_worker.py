@@ -831,7 +831,7 @@ def tensor_parallel() -> Figures:
 def tensor_parallel_edges() -> Figures:
     """Rows and parts that cannot stay sliced, collectives that plain code calls, and ranks that pick other rows.
 
-    Red when: `_check` lets sharded rows through, or parts of different sizes; `_along_first` takes rows that lie in the
+    Red when: `_check` lets sharded rows through, or parts of different sizes; `_along` takes rows that lie in the
     first dimension; ranks do not compare their rows, or only how many there are.
     """
     mesh, rank, size = init_device_mesh("cpu", (world(),)), dist.get_rank(), world()

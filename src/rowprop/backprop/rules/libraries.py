@@ -203,8 +203,21 @@ def float8_linear(node: Any, backward: Any, gradient: RowSlice) -> Any:
 
 
 _OVER_LAST: dict[str, tuple[str, tuple[int, ...]]] = {
+    "flash_attn.ops.activations.SwiGLUFunction": ("rr", (0, 1)),
     "flash_attn.ops.triton.layer_norm.LayerNormFn": ("r....rrrr", (0, 3, 4)),
     "flash_attn.ops.triton.layer_norm.LayerNormLinearFn": ("r...rr", (0, 5)),
+    "megatron.core.fusions.fused_bias_geglu.BiasGeGLUFunction": ("r.", (0,)),
+    "megatron.core.fusions.fused_bias_geglu.GeGLUFunction": ("r", (0,)),
+    "megatron.core.fusions.fused_bias_geglu.WeightedQuickGeGLUFunction": ("rr.", (0, 1)),
+    "megatron.core.fusions.fused_bias_gelu.GeLUFunction": ("r.", (0,)),
+    "megatron.core.fusions.fused_bias_swiglu.BiasSwiGLUFunction": ("r.", (0,)),
+    "megatron.core.fusions.fused_bias_swiglu.SwiGLUFunction": ("r", (0,)),
+    "megatron.core.fusions.fused_bias_swiglu.WeightedSwiGLUFunction": ("rr", (0, 1)),
+    "megatron.core.fusions.fused_weighted_squared_relu.WeightedSquaredReLUFunction": ("rr", (0, 1)),
+    "megatron.core.transformer.moe.moe_utils.MoEAuxLossAutoScaler": (".", (0,)),
+    "megatron.core.transformer.moe.moe_utils.RouterGatingLinearFunction": ("r..", (0,)),
+    "megatron.core.transformer.multi_token_prediction.MTPLossAutoScaler": (".", (0,)),
+    "megatron.core.utils.MakeViewlessTensor": ("", (0,)),
     "unsloth.kernels.fast_lora.LoRA_MLP": ("......rrrrrr", (0,)),
     "unsloth.kernels.fast_lora.LoRA_QKV": ("r......rrr", (0,)),
     "unsloth.kernels.fast_lora.LoRA_W": ("..rr", (0,)),
@@ -214,8 +227,26 @@ _OVER_LAST: dict[str, tuple[str, tuple[int, ...]]] = {
 """Functions over the last dimension: which saved tensors have rows ("r"), and which of the returned gradients."""
 
 
+def _kept(tensor: Tensor, g: RowSlice, every: tuple[int, ...], parts: int = 1) -> Tensor:
+    """The kept rows of a tensor that holds those of ``every`` shape, or all of them in one dimension, once or twice."""
+    if tensor.shape[: len(every)] == every:
+        return g.take(tensor)
+    if tensor.shape[0] not in (prod(every), parts * prod(every)):
+        raise NeedsAllRows("a saved tensor does not hold the rows")
+    each = [g.take(part.view(*every, *part.shape[1:])) for part in torch.split(tensor, prod(every))]
+    return torch.cat([part.flatten(0, len(every) - 1) for part in each])
+
+
+@function_rule("megatron.core.fusions.fused_cross_entropy._VocabParallelCrossEntropy", positions=True)
+@function_rule("megatron.core.tensor_parallel.cross_entropy._VocabParallelCrossEntropy", positions=True)
+def _vocabulary_parallel(node: Any, backward: Any, g: RowSlice) -> Any:
+    """Losses of rows or tokens, whose classes lie on several ranks; the backward writes over the probabilities."""
+    saved = tuple(_kept(t, g, g.shape).clone() for t in node.saved_tensors)
+    return _own(node, g, saved_tensors=saved)
+
+
 def _over_rows_or_tokens(node: Any, backward: Any, *grads: Any, has_rows: str, returned: tuple[int, ...]) -> Any:
-    """LoRA layers and norms of (N, T, width), which save tensors as (N, T, ...) or as (N * T, ...)."""
+    """Layers, norms and activations of (N, T, width), which save tensors as (N, T, ...) or as (N * T, ...)."""
     given, saved = [each for each in grads if each is not None], node.saved_tensors
     g = given[0]
     if not all(type(each) is RowSlice and each.rows is g.rows and each.layout == g.layout for each in given):
@@ -223,18 +254,11 @@ def _over_rows_or_tokens(node: Any, backward: Any, *grads: Any, has_rows: str, r
     if len(saved) != len(has_rows) or g.layout.holds(g.ndim - 1):
         return Densify("the function saves other tensors than expected, or works over the rows' own dimension")
 
-    def kept(tensor: Tensor) -> Tensor:
-        every = g.shape[:-1]
-        if tensor.shape[: len(every)] == every:
-            return g.take(tensor)
-        added = tensor.shape[0] == 2 * prod(every) and getattr(node, "has_x1", False)  # two inputs, with seeds each
-        parts = 2 if added else 1
-        if tensor.shape[0] != parts * prod(every):
-            raise NeedsAllRows("a saved tensor does not hold the rows")
-        of_rows = (g.take(part.view(*every, *part.shape[1:])) for part in tensor.chunk(parts))
-        return torch.cat([part.flatten(0, len(every) - 1) for part in of_rows])
-
-    taken = tuple(kept(t) if rows == "r" and t is not None else t for t, rows in zip(saved, has_rows, strict=True))
+    parts = 2 if getattr(node, "has_x1", False) else 1  # flash-attn's norm of a sum has seeds of both terms
+    taken = tuple(
+        _kept(t, g, g.shape[:-1], parts) if rows == "r" and t is not None else t
+        for t, rows in zip(saved, has_rows, strict=True)
+    )
     # Some backwards write their result over a saved input, or over the gradient.
     changed: Any = {"inplace": False, "reuse_grad": False}
     if "x_shape_og" in vars(node):
@@ -246,14 +270,6 @@ def _over_rows_or_tokens(node: Any, backward: Any, *grads: Any, has_rows: str, r
 
 for _name, (_has_rows, _places) in _OVER_LAST.items():
     function_rule(_name, positions=True)(partial(_over_rows_or_tokens, has_rows=_has_rows, returned=_places))
-
-
-@function_rule("flash_attn.ops.activations.SwiGLUFunction", positions=True)
-def _gated(node: Any, backward: Any, g: RowSlice) -> Any:
-    """Entry by entry; both operands have the rows."""
-    if any(t.shape != g.shape for t in node.saved_tensors):
-        return Densify("the operands have different shapes")
-    return tuple(map(g.like, own_backward(node, g.values, saved_tensors=tuple(map(g.take, node.saved_tensors)))))
 
 
 _ROTARY = {"ApplyRotaryEmb": (3, 7), "ApplyRotaryEmbQKV_": (4, 7), "ApplyRotaryEmbKV_": (2, 4)}

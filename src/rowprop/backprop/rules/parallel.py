@@ -111,6 +111,8 @@ def _redistribute(node: Any, backward: Any, g: RowSlice) -> Any:
 
 
 _REDUCED = {
+    "megatron.core.tensor_parallel.mappings._CopyToModelParallelRegion": "group",
+    "megatron.core.tensor_parallel.mappings._ReduceFromModelParallelRegion": None,
     "torch.distributed.nn.functional._AllReduce": "group",
     "torch._library.autograd.GeneratedBackwardFor__c10d_functional_all_reduce_default": "group_name",
     "torch._library.autograd.GeneratedBackwardFor__c10d_functional_wait_tensor_default": None,
@@ -138,16 +140,47 @@ for _name, _holder in _REDUCED.items():
     function_rule(_name, positions=True)(partial(_entry_by_entry, group=_holder))
 
 
-def _along_first(node: Any, backward: Any, g: RowSlice) -> Any:
-    """Parts of the first dimension are gathered from ranks or scattered to them."""
-    if g.layout.holds(0):
+_ALONG = {
+    **{
+        f"torch._library.autograd.GeneratedBackwardFor_{space}_{name}_default": (0, "group_name")
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+        for space in ("_c10d_functional", "_c10d_functional_autograd")
+    },
+    **{
+        f"megatron.core.tensor_parallel.mappings._{name}Region": (0 if "Sequence" in name else -1, "group")
+        for name in """ScatterToModelParallel GatherFromModelParallel ScatterToSequenceParallel
+        GatherFromSequenceParallel ReduceScatterToSequenceParallel AllGatherFromTensorParallel
+        ReduceScatterToTensorParallel""".split()
+    },
+}
+"""Functions that gather parts of a dimension from ranks or scatter them: the dimension, and what holds the group."""
+
+
+def _along(node: Any, backward: Any, g: RowSlice, dim: int, group: str) -> Any:
+    if g.layout.holds(dim % g.ndim):
         return Densify("the rows lie in the dimension that is gathered from the ranks, or scattered to them")
-    _compare(g.rows, _group(node.group_name))
+    _compare(g.rows, _group(getattr(node, group)))
     out, *others = own_backward(node, g.values)
     return _local(g, out), *others
 
 
-for _name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-    for _space in ("_c10d_functional", "_c10d_functional_autograd"):
-        _generated = f"torch._library.autograd.GeneratedBackwardFor_{_space}_{_name}_default"
-        function_rule(_generated, positions=True)(_along_first)
+for _name, (_dim, _holder) in _ALONG.items():
+    function_rule(_name, positions=True)(partial(_along, dim=_dim, group=_holder))
+
+
+@function_rule("megatron.core.tensor_parallel.layers.LinearWithFrozenWeight", positions=True)
+@function_rule("megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication", positions=True)
+def _linear(node: Any, backward: Any, g: RowSlice) -> Any:
+    """A linear layer that sums its input's gradient over ranks, and may add its weight's to ``weight.main_grad``."""
+    options, saved = cast("dict[str, Any]", vars(node)), node.saved_tensors
+    if options.get("sequence_parallel") or options.get("gtp_remat_size", 1) > 1:
+        return Densify("the function gathers its input or its weight from the ranks")
+    if options.get("grad_output_buffer") is not None:
+        return Densify("the weight's gradient is computed later, from the inputs of all rows")
+    if g.layout.holds(g.ndim - 1):
+        return Densify("the rows lie in the dimension that the weight mixes")
+    if node.allreduce_dgrad:
+        _compare(g.rows, node.tp_group)
+    kept = saved if len(saved) == 1 else (g.take(saved[0]), saved[1])
+    out, *others = own_backward(node, g.values.contiguous(), saved_tensors=kept)
+    return _local(g, out), *others
