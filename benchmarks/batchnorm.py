@@ -39,15 +39,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import rowprop
 from bench_step import RESULTS, setting
-from rowprop.app.compare.data import Dataset, load_data
-from rowprop.app.compare.folder import to_json
-from rowprop.app.compare.models import build_model
-from rowprop.app.compare.train import judge, learning_rate, losses_of
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSlice
 from rowprop.engines import Engine, Recompute, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
+from rowprop_lab.data import Dataset, load_data
+from rowprop_lab.folder import to_json
+from rowprop_lab.models import build_model
+from rowprop_lab.train import judge, learning_rate, losses_of
 
 BATCHNORM = torch.ops.aten.native_batch_norm_backward.default
 Batch = tuple[Tensor, Tensor]

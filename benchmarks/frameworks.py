@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bench_step import RESULTS, device_stem, save, setting
-from rowprop.app.compare.data import Dataset, load_data
-from rowprop.app.compare.models import ResNet
 from rowprop.cost import count_flops
 from rowprop.files import write_whole
+from rowprop_lab.data import Dataset, load_data
+from rowprop_lab.models import ResNet
 from thin_finetune import told
 
 BATCH, RATE, KEEP, MASS = 256, 0.05, 0.5, 0.9

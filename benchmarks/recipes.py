@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from bench_step import RESULTS, device_stem, save
-from rowprop.app.compare.results import with_spread
-from rowprop.app.compare.run import compare
-from rowprop.app.compare.settings import Settings
 from rowprop.files import write_whole
+from rowprop_lab.results import with_spread
+from rowprop_lab.run import compare
+from rowprop_lab.settings import Settings
 
 SETS: dict[str, dict[str, Any]] = {
     "fashion-mnist": {"model": "resnet", "train_rows": 12_000, "batch_rows": 256},

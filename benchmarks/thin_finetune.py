@@ -56,10 +56,10 @@ from torch.nn import functional as F
 
 import rowprop
 from bench_step import RESULTS, device_stem, save, setting
-from rowprop.app.compare.data import DEBIAN_WORDNET, WORDNET_CLASSES, read_glosses
 from rowprop.files import write_whole
 from rowprop.history import LossHistory, PruningSampler
 from rowprop.thinning.backward import ThinnedBackward
+from rowprop_lab.data import DEBIAN_WORDNET, WORDNET_CLASSES, read_glosses
 
 METHODS = ("full", "thinned", "random", "plain", "infobatch", "infobatch+thinned")
 CONTROLS = {"random": ("backward",), "plain": ("forward", "backward")}  # the phases that cost what `thinned` costs

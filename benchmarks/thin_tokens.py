@@ -38,8 +38,8 @@ from torch.nn import functional as F
 
 import rowprop
 from bench_step import RESULTS, Transformer, device_stem, save, setting
-from rowprop.app.compare.data import DEBIAN_WORDNET, WORDNET_FILES
 from rowprop.files import write_whole
+from rowprop_lab.data import DEBIAN_WORDNET, WORDNET_FILES
 
 BYTES, TOKENS, ROWS, ANSWER, SOME_ROWS = 128, 256, 12, 26, 5
 HELD_OUT = 2000  # entries that no training sees

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.app.compare.data import load_data
+from rowprop_lab.data import load_data
 
 SIDE, DIGIT, REGIONS, HARDEST, BACKGROUND = 64, 16, 64, 16, 10
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # canvases (B, 1, 64, 64), boxes (B, R, 4), classes (B, R), targets

@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.app.compare.data import load_data
 from rowprop.cost.flops import count_flops
+from rowprop_lab.data import load_data
 
 SIDE, DIGIT, BACKGROUND, KEEP = 48, 16, 2, 0.25
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.app.compare.data import load_data
+from rowprop_lab.data import load_data
 
 ROWS, WIDTH = 128, 512
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.app.compare.data import Dataset, load_data
 from rowprop.cost.measure import Clock
+from rowprop_lab.data import Dataset, load_data
 
 MARGIN = 0.2
 

@@ -63,7 +63,7 @@ def public(module: Any) -> set[str]:
 def every_module() -> Iterator[Any]:
     """All modules of the package that need no extra."""
     for info in pkgutil.walk_packages(rowprop.__path__, "rowprop."):
-        if not info.name.startswith(("rowprop.app.compare", "rowprop.app.cli", "rowprop.integrations")):
+        if not info.name.startswith(("rowprop.app.cli", "rowprop.integrations")):
             yield importlib.import_module(info.name)
 
 

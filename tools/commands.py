@@ -9,19 +9,9 @@ from typer.testing import CliRunner
 
 from rowprop.app.cli import app
 
-TINY = (
-    "--data", "compare_cases:tiny", "--model", "compare_cases:net", "--batch", "20", "--epochs", "2", "--seeds", "2",
-    "--methods", "full,ohem",
-)  # fmt: skip
-
 
 def run(*arguments: str | Path) -> Any:
     return CliRunner().invoke(app, [*map(str, arguments)])
-
-
-def compare(out: Path | str, *arguments: str | Path) -> Any:
-    """A small comparison: two methods, two seeds."""
-    return run("compare", *TINY, *arguments, "--out", out)
 
 
 def refused(result: Any, *said: str, before: bool = False) -> None:

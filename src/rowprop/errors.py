@@ -79,12 +79,13 @@ def is_ours(error: BaseException) -> bool:
 
 _MACHINE = ("out of memory", "can't allocate memory", "CUDA error", "No space left on device")  # words of the machine
 _TOOLS = ("torch", "typer", "click", "rich")
+LAB = Path(__file__).parents[2] / "lab" / "rowprop_lab"  # there in a checkout, not in an installed package
 
 
 def _kind(file: str) -> str:
     """Whose a source file is: ``"rowprop"``, a ``"tool"``, ``"installed"`` or the user's ``"own"``."""
     path = Path(file)
-    if path.is_relative_to(Path(__file__).parent):
+    if path.is_relative_to(Path(__file__).parent) or path.is_relative_to(LAB):
         return "rowprop"
     installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     package = next((path.relative_to(home).parts[0] for home in installed if path.is_relative_to(home)), None)

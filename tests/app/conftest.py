@@ -1,78 +1,16 @@
-"""What the tests of the app share: one thread, and comparisons that are trained once; who writes copies the folder."""
+"""What the tests of the app share: one thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 
-@contextmanager
-def on_one_thread() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with on_one_thread():
-        yield
-
-
-@pytest.fixture(scope="session")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of a small comparison, and what its command printed."""
-    from commands import compare  # test_model.py also runs where there is no typer
-
-    out = tmp_path_factory.mktemp("compared") / "out"
-    with on_one_thread():
-        result = compare(out)
-    assert result.exit_code == 0, result.stderr
-    return out, result
-
-
-def trained(factory: pytest.TempPathFactory, **given: Any) -> tuple[Path, Any, Any]:
-    """The folder of a comparison, its outcome, and its settings."""
-    from rowprop.app.compare.run import compare
-    from rowprop.app.compare.settings import Settings
-
-    out, settings = factory.mktemp("trained") / "out", Settings(**given)
-    with on_one_thread():
-        return out, compare(settings, out), settings
-
-
-@pytest.fixture(scope="session")
-def grid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """Methods and engines of each kind, with two seeds, on data whose class names are an attack."""
-    methods = "full,ohem,ohem@recompute,infobatch+batch-loss-filter"
-    small = {"batch_rows": 20, "epochs": 3, "seeds": 2, "keep": 0.25}
-    return trained(tmp_path_factory, data="compare_cases:hostile", model="compare_cases:net", methods=methods, **small)
-
-
-@pytest.fixture(scope="session")
-def glosses(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with small files of WordNet's form."""
-    import compare_cases
-
-    folder = tmp_path_factory.mktemp("wordnet")
-    compare_cases.write_glosses(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def texts(glosses: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """Texts, an attack in every tenth."""
-    small = {"batch_rows": 20, "epochs": 10, "seeds": 1, "methods": "full,ohem"}
-    return trained(tmp_path_factory, data="wordnet", data_dir=glosses, **small)
-
-
-@pytest.fixture(scope="session")
-def tokens(glosses: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    small = {"batch_rows": 8, "epochs": 2, "seeds": 2, "methods": "full,random,ohem,ohem@cut"}
-    return trained(tmp_path_factory, data="wordnet", data_dir=glosses, model="gpt", **small)

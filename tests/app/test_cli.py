@@ -6,7 +6,6 @@ import json
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +15,9 @@ import pytest
 import torch
 
 import rowprop
-from commands import TINY, compare, refused, run
+from commands import refused, run
 from rowprop.__main__ import main as entry_point
 from rowprop.app.cli import TESTED, app
-from rowprop.app.compare.folder import LOCK
 from rowprop.backprop.rules.registry import RULES
 from rowprop.errors import is_ours
 from rowprop.native import building
@@ -27,56 +25,6 @@ from rowprop.native import building
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "tools"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TOOLS}{os.pathsep}{ROOT / 'src'}"}
-
-
-def test_a_comparison_prints_its_tables_and_writes_its_files(compared: tuple[Path, Any]):
-    out, result = compared
-    assert {path.name for path in out.iterdir()} == {"results.json", "report.html", "settings.json", "runs", LOCK}
-    for text in ("Methods side by side", "Where the time went", "ohem", "sliced", "x full", "of seen"):
-        assert text in result.stdout
-    assert str(out / "report.html") in result.stderr
-    again = compare(out, "--resume", "--json")  # all that stdout holds is the object
-    assert json.loads(again.stdout) == json.loads((out / "results.json").read_text())
-
-
-def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):
-    # A real process and a real signal, sent once it has told that its first run is finished.
-    # Where the tests run in the background, a shell had them ignore it, and a process inherits that.
-    heed = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import rowprop.app.cli as c; c.app()"
-    )
-    command = [sys.executable, "-c", heed, "compare", *TINY, "--methods", "full", "--seeds", "10000", "--out", tmp_path]
-    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(command, **pipes, env=ENVIRONMENT) as process:
-        assert process.stderr is not None
-        before = next(line for line in process.stderr if line.startswith("full seed 0: "))
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-    assert process.returncode == 130
-    assert "Traceback" not in before + rest
-    kept = len(list((tmp_path / "runs").iterdir()))
-    assert kept >= 1
-    assert f"Stopped with {kept} of 10000 runs finished" in rest
-    assert "Run the same command with --resume to go on." in rest
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert (len(results["runs"]), results["finished"]) == (kept, False)
-    assert "The same command with --resume goes on." in (tmp_path / "report.html").read_text()
-
-    resumed = compare(tmp_path, "--resume", "--seeds", str(kept), "--methods", "full")
-    assert resumed.exit_code == 0
-    assert f"; {kept} kept from before." in resumed.stderr
-
-
-@pytest.mark.parametrize(
-    ("module", "package"),
-    [("matplotlib.figure", "matplotlib"), ("sklearn.datasets", "scikit-learn"), ("scipy.special", "scipy")],
-)
-def test_compare_asks_for_its_packages_before_it_does_anything(module: str, package: str, monkeypatch, tmp_path: Path):
-    # Red: after the import of torch, or after the data are loaded.
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setitem(sys.modules, "rowprop.app.compare.run", None)
-    said = f"rowprop: rowprop compare needs {package}, which is not installed; run: pip install matplotlib jinja2 "
-    refused(run("compare", "--out", tmp_path), f"{said}pillow scipy scikit-learn.")
 
 
 def verify(model: str, *arguments: str):
@@ -191,10 +139,6 @@ FROZEN = "without a parameter that requires a gradient"
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("compare --keep 2", "keep is 2.0, but a fraction in (0, 1] was needed"),
-        ("compare --epochs 2 --seconds 5", "epochs and seconds are both given"),
-        ("compare --data fashion-mnist --data-dir nowhere", "nowhere/train-images-idx3-ubyte.gz does not exist"),
-        ("compare --methods ohem@fast", "engine 'fast' is unknown"),
         ("verify model_cases:complete --unit word", "unit='word' but one of row, token was needed"),
         ("verify model_cases:complete --attention none", "attention='none' but one of exact, cut was needed"),
         ("verify model_cases:complete --keep 1", "keep=1.0 but a fraction in (0, 1) was needed"),
@@ -217,9 +161,15 @@ FROZEN = "without a parameter that requires a gradient"
         ("plan model_cases:frozen", FROZEN),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_2(line: str, sentence: str, tmp_path: Path):
-    out = ["--out", tmp_path] if line.startswith("compare") else []
-    refused(run(*line.split(), *out), sentence)
+def test_bad_input_is_one_sentence_and_exit_2(line: str, sentence: str):
+    refused(run(*line.split()), sentence)
+
+
+def test_an_installed_package_says_where_the_comparison_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red without the look for the folder: it is not an error of rowprop, but of its installation.
+    monkeypatch.setattr("rowprop.app.lookup.LAB", tmp_path / "lab" / "rowprop_lab")
+    refused(run("compare", "--out", tmp_path / "out"), "rowprop compare lives in rowprop's repository, in lab/")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import batchnorm
 import rowprop
 from batchnorm import WAYS
-from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.train import losses_of
 from rowprop.backprop.rules.registry import RULES
+from rowprop_lab.data import Dataset
+from rowprop_lab.train import losses_of
 
 N, SELECTOR = 12, rowprop.TopK(0.4)
 DIMS = (0, 2, 3)

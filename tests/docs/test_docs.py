@@ -18,6 +18,7 @@ import typer
 from commands import run
 from rowprop.app.cli import app
 from rowprop.app.page import templates
+from rowprop.errors import LAB
 
 ROOT = Path(__file__).parents[2]
 AT_THE_TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "ARCHITECTURE", "SECURITY")]
@@ -72,7 +73,7 @@ PROOFS = {  # the file of tests that a block of ARCHITECTURE.md enters something
 
 def proven(folder, added):
     """The output of pytest in a copy of the repository, each block at the place that its first line names."""
-    for part in ("src", "tests", "tools", "benchmarks"):
+    for part in ("src", "lab", "tests", "tools", "benchmarks"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("results", "__pycache__"))
     for file in ("pyproject.toml", "conftest.py"):
         shutil.copy(ROOT / file, folder / file)
@@ -174,17 +175,18 @@ def test_the_note_on_security_is_true_of_the_source():
     # jinja fills in without escaping.
     package = ROOT / "src" / "rowprop"
     said = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    said |= {path.relative_to(LAB.parent).as_posix(): path.read_text() for path in LAB.rglob("*.py")}
     calls = r"\b(?:pickle|marshal|shelve|dill)\b|torch\.load\((?!.*weights_only=True)|np\.load\(|\beval\(\w|\bexec\("
     assert [(name, found) for name, text in said.items() for found in re.findall(calls, text)] == []
     for what, where in (
-        (r"urlopen|urlretrieve|\brequests\b", "app/compare/data.py"),
+        (r"urlopen|urlretrieve|\brequests\b", "rowprop_lab/data.py"),
         ("gather_object", "history/losses.py integrations/shared.py"),
         (r"jinja2\.Environment\(", "app/page.py"),
     ):
         assert {name for name, text in said.items() if re.search(what, text)} == {*where.split()}
-    pages = [name for name in templates().list_templates() if ".html" in name]
-    assert "compare/report.html.j2" in pages
-    assert all(templates().autoescape(name) for name in (None, *pages))
+    pages = [name for name in templates(LAB).list_templates() if ".html" in name]
+    assert {"report.html.j2", "plan.html.j2"} <= {*pages}
+    assert all(templates(LAB).autoescape(name) for name in (None, *pages))
 
 
 def test_files_named_on_the_pages_exist():

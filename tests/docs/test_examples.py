@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 import rowprop
 from families import torchvision_models
-from rowprop.app.compare.data import load_data
 from rowprop.cost.flops import count_flops
+from rowprop_lab.data import load_data
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,10 +19,10 @@ import bench_overhead
 import rowprop
 import thin_worth
 from bench_step import Batch, row_losses
-from rowprop.app.compare.run import compare
-from rowprop.app.compare.settings import Settings
 from rowprop.engines import Masked, Recompute
 from rowprop.step.selective import SelectiveBackprop
+from rowprop_lab.run import compare
+from rowprop_lab.settings import Settings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 OVERHEAD = json.loads((RESULTS / "2026-11-26-overhead-cpu-1-threads.json").read_text())

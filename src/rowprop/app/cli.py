@@ -151,28 +151,23 @@ def compare(
     threads: Threads = None, out: Folder = Path("rowprop-compare"), resume: Resume = False, fresh: Fresh = False,
     json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Train methods side by side on real data: a table, results.json and report.html."""
-    from rowprop.app.lookup import COMPARE, require_all
+    """Train methods side by side on real data, in a checkout: a table, results.json and report.html."""
+    from rowprop.app.lookup import require_lab
 
-    require_all(COMPARE | ({"sklearn.datasets": "scikit-learn"} if data == "digits" else {}), "rowprop compare")
-    from rowprop.app.compare.folder import to_json
-    from rowprop.app.compare.results import show_comparison
-    from rowprop.app.compare.run import compare as run_comparison
-    from rowprop.app.compare.settings import Settings
-
+    lab = require_lab("rowprop compare", digits=data == "digits")
     chosen: list[Any] = [data, data_dir and str(data_dir), train_rows, model, methods, keep, epochs, seconds, batch, lr]
     with prints_on_stderr():
-        settings = Settings(*chosen, seeds=seeds, device=device, threads=threads)
+        settings = lab.Settings(*chosen, seeds=seeds, device=device, threads=threads)
         try:
-            outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
+            outcome = lab.compare(settings, out, resume=resume, fresh=fresh)
         except KeyboardInterrupt:
             say(f"Stopped before training began; nothing in {out} was removed.")
             raise typer.Exit(STOPPED) from None
     if (results := outcome.results) is not None:
         if json:
-            write_out(to_json(results) + "\n")
+            write_out(lab.to_json(results) + "\n")
         else:
-            show(show_comparison, results)
+            show(lab.show_comparison, results)
         say(f"{out / 'results.json'} and {out / 'report.html'} are written.")
     if outcome.interrupted:
         said = f"Stopped with {outcome.finished_runs} of {outcome.planned_runs} runs finished; they are kept in {out}. "

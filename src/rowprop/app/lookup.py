@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rowprop.errors import InvalidInput, MissingExtra, foreign, one_line
+from rowprop.errors import LAB, InvalidInput, MissingExtra, foreign, one_line
 
 PAGE = {"matplotlib.figure": "matplotlib", "jinja2": "jinja2"}  # modules that a page needs, and their packages
-COMPARE = PAGE | {"PIL.Image": "pillow", "scipy.special": "scipy"}
+COMPARE = PAGE | {"PIL.Image": "pillow", "scipy.special": "scipy"}  # those of the lab
 
 
 def require(module: str, package: str, purpose: str, line: str | None = None) -> Any:
@@ -34,6 +34,17 @@ def require_all(modules: dict[str, str], purpose: str) -> None:
     """Refuse work that would lack one of these modules at its end; as :func:`require`."""
     for module, package in modules.items():
         require(module, package, purpose, f"pip install {' '.join(modules.values())}")
+
+
+def require_lab(command: str, *, digits: bool) -> Any:
+    """Import the package of ``lab/``, which lies in a checkout beside ``src/``, or say where it is."""
+    if not LAB.is_dir():
+        home = "lives in rowprop's repository, in lab/, and not in the installed package"
+        raise InvalidInput(f"{command} {home}; clone the repository and run scripts/demo, or pip install -e '.[dev]'.")
+    require_all(COMPARE | ({"sklearn.datasets": "scikit-learn"} if digits else {}), command)
+    if str(LAB.parent) not in sys.path:  # an editable install has put it there
+        sys.path.append(str(LAB.parent))
+    return importlib.import_module(f"{LAB.name}.command")
 
 
 def _release(package: str) -> str:

@@ -57,11 +57,14 @@ def environment(device: torch.device, model: nn.Module) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def templates() -> Any:
-    """Jinja's environment of the templates beside this file; a page escapes all text, and knows :func:`svg`."""
+def templates(*folders: Path) -> Any:
+    """Jinja's environment of the templates in ``folders`` and beside this file.
+
+    A page escapes all text, and knows :func:`svg`.
+    """
     jinja2 = require("jinja2", "jinja2", "The page")
     made = jinja2.Environment(
-        loader=jinja2.PackageLoader("rowprop", "app"),
+        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
         autoescape=jinja2.select_autoescape(enabled_extensions=("html.j2",), default_for_string=True),
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
@@ -69,9 +72,9 @@ def templates() -> Any:
     return made
 
 
-def render(template: str, **content: Any) -> str:
-    """Fill in a template with data."""
-    return templates().get_template(template).render(**content)
+def render(template: str, *folders: Path, **content: Any) -> str:
+    """Fill in a template with data; it lies in one of ``folders``, or beside this file."""
+    return templates(*folders).get_template(template).render(**content)
 
 
 @contextmanager

@@ -8,16 +8,17 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.results import COUNT_EVERY, PHASES, Json, task_of, with_spread
-from rowprop.app.compare.settings import CUT, METHODS
 from rowprop.app.page import GREY, drawing, legend, named, new_figure, render
+from rowprop_lab.data import Dataset
+from rowprop_lab.results import COUNT_EVERY, PHASES, Json, task_of, with_spread
+from rowprop_lab.settings import CUT, METHODS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +46,7 @@ def render_report(results: Json, data: Dataset) -> str:
     task = task_of(results)
     losses = loss_shares(results)
     return render(
-        "compare/report.html.j2",
+        "report.html.j2", Path(__file__).parent,
         results=results, task=task, phases=PHASES, with_spread=with_spread, styles=styles,
         cuts=any(method["engine"] == CUT for method in methods),
         by_time=curves(results, styles, "train_s", "training time, s"),

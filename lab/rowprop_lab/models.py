@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rowprop.app.compare.data import ROW_TOKENS
 from rowprop.app.model import make_model
 from rowprop.errors import InvalidInput, foreign
+from rowprop_lab.data import ROW_TOKENS
 
 
 class ConvNet(nn.Sequential):

@@ -17,15 +17,16 @@ from typing import Any
 
 import pytest
 
-from commands import compare, refused
-from compare_cases import figures
-from rowprop.app.compare import run as run_module
-from rowprop.app.compare.folder import LOCK, Folder
-from rowprop.app.compare.train import train
+from commands import refused
+from compare_cases import compare, figures
 from rowprop.errors import InvalidInput
+from rowprop_lab import run as run_module
+from rowprop_lab.folder import LOCK, Folder
+from rowprop_lab.train import train
 
 FLAGS = ([], ["--resume"], ["--fresh"])
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -297,8 +298,9 @@ def test_ctrl_c_counts_the_runs_of_this_comparison_only(
 
 def test_a_comparison_that_is_killed_again_and_again_ends_as_one_that_nobody_killed():
     # Red with a run file written in place, or runs removed under --fresh.
-    command = [sys.executable, "-W", "error", str(ROOT / "tools" / "kill_compare.py"), "20"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tools'}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(HERE / "kill_compare.py"), "20"]
+    paths = os.pathsep.join(map(str, (ROOT / "tools", ROOT / "src", ROOT / "lab")))  # and its own folder
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "20 kills, " in done.stdout.splitlines()[-1]

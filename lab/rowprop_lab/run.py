@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from rowprop.app.compare.data import Dataset, load_data
-from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
-from rowprop.app.compare.models import build_model, check_model
-from rowprop.app.compare.report import render_report
-from rowprop.app.compare.results import TASKS, Json, Run, summarise
-from rowprop.app.compare.settings import PLAIN, Method, Settings
-from rowprop.app.compare.train import check_methods, train
 from rowprop.app.lookup import COMPARE, require_all
 from rowprop.app.page import environment
 from rowprop.app.terminal import say, ticking
 from rowprop.cost.measure import Tick
 from rowprop.errors import InvalidInput
 from rowprop.step.small import unwarned
+from rowprop_lab.data import Dataset, load_data
+from rowprop_lab.folder import REPORT, RESULTS, Folder, to_json
+from rowprop_lab.models import build_model, check_model
+from rowprop_lab.report import render_report
+from rowprop_lab.results import TASKS, Json, Run, summarise
+from rowprop_lab.settings import PLAIN, Method, Settings
+from rowprop_lab.train import check_methods, train
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def compare(settings: Settings, out: Path, *, resume: bool = False, fresh: bool 
 
     Raises:
         InvalidInput: Data, model, methods, device, settings or folder cannot be used; the sentence says why.
-        MissingExtra: A package of the extra ``compare`` is not installed.
+        MissingExtra: A package that the lab needs is not installed.
     """
     if resume and fresh:
         both = "one goes on with the runs that are kept and the other sets them aside; give one of them."

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -13,11 +14,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.settings import CUT, PLAIN, PRUNED, THINNED, Method, Settings
 from rowprop.app.page import render
 from rowprop.app.terminal import new_table
 from rowprop.backprop.pick import Unit
+from rowprop_lab.data import Dataset
+from rowprop_lab.settings import CUT, PLAIN, PRUNED, THINNED, Method, Settings
 
 PHASES: tuple[str, ...] = ("data", "score", "forward", "select", "backward", "optimizer")
 SHARE_POINTS = 100
@@ -245,7 +246,7 @@ def verdict(methods: Sequence[Json], *, seconds: float | None, task: Task = TASK
             "has_plain": bool(plain) or seconds is not None,
             "has_control": any(method["name"] in CONTROLS for method in others),
         }  # fmt: skip
-    return " ".join(render("compare/verdict.txt.j2", **found).split())
+    return " ".join(render("verdict.txt.j2", Path(__file__).parent, **found).split())
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop import thin
-from rowprop.app.compare.data import PADDING, Dataset
-from rowprop.app.compare.models import build_model
-from rowprop.app.compare.results import COUNT_EVERY, PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
-from rowprop.app.compare.settings import ADAMW, CUT, FULL, Method, Settings
 from rowprop.backprop.pick import Unit
 from rowprop.cost.flops import count_flops
 from rowprop.engines import Sliced
@@ -29,6 +25,10 @@ from rowprop.host import drained_s
 from rowprop.scoring import Scored, gradient_norm
 from rowprop.state import evaluating, rng_kept
 from rowprop.step.record import Record
+from rowprop_lab.data import PADDING, Dataset
+from rowprop_lab.models import build_model
+from rowprop_lab.results import COUNT_EVERY, PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
+from rowprop_lab.settings import ADAMW, CUT, FULL, Method, Settings
 
 ENDLESS = 1_000_001  # stands for an unknown number of epochs: none is a millionth of them, and none is the last
 EVALUATED = 512  # rows, or tokens, that are evaluated together

@@ -20,9 +20,9 @@ from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
-from rowprop.app.compare.results import Json, Run
 from rowprop.errors import InvalidInput
 from rowprop.files import reason, write_whole
+from rowprop_lab.results import Json, Run
 
 FORMAT = "rowprop compare 1"
 SETTINGS, RUNS, RESULTS, REPORT = OWN = ("settings.json", "runs", "results.json", "report.html")

@@ -20,14 +20,14 @@ from torch.nn import functional as F
 import compare_cases
 import rowprop
 from compare_cases import ended, figures, settings
-from rowprop.app.compare import run as run_module
-from rowprop.app.compare import train as train_module
-from rowprop.app.compare.data import load_data
-from rowprop.app.compare.results import PHASES, Run
-from rowprop.app.compare.run import Outcome, compare
-from rowprop.app.compare.settings import METHODS, Settings, parse_methods
-from rowprop.app.compare.train import hardest_share, learning_rate, train
 from rowprop.errors import InvalidInput
+from rowprop_lab import run as run_module
+from rowprop_lab import train as train_module
+from rowprop_lab.data import load_data
+from rowprop_lab.results import PHASES, Run
+from rowprop_lab.run import Outcome, compare
+from rowprop_lab.settings import METHODS, Settings, parse_methods
+from rowprop_lab.train import hardest_share, learning_rate, train
 
 
 def train_one(label: str, seed: int = 0, **changes: object) -> Run:

@@ -1,6 +1,6 @@
 """Kill a small comparison with SIGKILL at random moments and resume it, until it was killed often enough.
 
-    python tools/kill_compare.py 20
+    python lab/tests/kill_compare.py 20
 
 Each attempt is a forked process that kills itself at a random one of the calls that it makes, every other time at a
 random one of those that touch files. A finished comparison, and some that are not, are started over with ``--fresh``,
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from compare_cases import figures, settings
-from rowprop.app.compare import run as run_module
+from rowprop_lab import run as run_module
 
 SETTINGS = settings(methods="full,ohem", seeds=2, epochs=2)
 CHANGING = ("open", "write", "fsync", "replace", "rename", "mkdir", "unlink", "flock", "ftruncate", "close")

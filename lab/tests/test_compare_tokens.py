@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compare_cases import ended
-from rowprop.app.compare import data as data_module
-from rowprop.app.compare import models
-from rowprop.app.compare import train as train_module
-from rowprop.app.compare.data import Dataset, load_data
-from rowprop.app.compare.models import GPT
-from rowprop.app.compare.results import Run
-from rowprop.app.compare.settings import Method, Settings
-from rowprop.app.compare.train import learning_rate, train
+from rowprop_lab import data as data_module
+from rowprop_lab import models
+from rowprop_lab import train as train_module
+from rowprop_lab.data import Dataset, load_data
+from rowprop_lab.models import GPT
+from rowprop_lab.results import Run
+from rowprop_lab.settings import Method, Settings
+from rowprop_lab.train import learning_rate, train
 
 BATCH, EPOCHS = 8, 2
 

@@ -22,12 +22,12 @@ import compare_cases
 from browser import SMALLEST_IN_FIGURES, SMALLEST_TEXT, STICKING_OUT, in_colours, shown
 from compare_cases import HOSTILE, settings
 from rowprop.app import page
-from rowprop.app.compare import report
-from rowprop.app.compare.data import Dataset, load_data
-from rowprop.app.compare.report import gallery, line_styles, picture, render_report
-from rowprop.app.compare.results import TASKS, Run, most_chosen, paired, show_comparison, verdict
-from rowprop.app.compare.run import Outcome, compare
-from rowprop.app.compare.settings import METHODS, Settings
+from rowprop_lab import report
+from rowprop_lab.data import Dataset, load_data
+from rowprop_lab.report import gallery, line_styles, picture, render_report
+from rowprop_lab.results import TASKS, Run, most_chosen, paired, show_comparison, verdict
+from rowprop_lab.run import Outcome, compare
+from rowprop_lab.settings import METHODS, Settings
 
 Compared = tuple[Path, Outcome, Settings]
 TOKENS = TASKS["token"]
@@ -292,7 +292,7 @@ def test_a_lower_perplexity_is_the_better_one(others, seconds: float | None, sai
 
 
 def test_the_wrong_label_comes_first_in_the_gallery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rowprop.app.compare.run.render_report", lambda *_: "")
+    monkeypatch.setattr("rowprop_lab.run.render_report", lambda *_: "")
     given = settings(data="compare_cases:mislabelled", methods="ohem", seeds=2, epochs=4, keep=0.5)
     results = compare(given, tmp_path).results
     first = results["most_chosen"][0]

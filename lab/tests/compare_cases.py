@@ -12,12 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commands import run
 from rowprop import Selection, SelectiveBackprop, TopK
-from rowprop.app.compare.results import Run
-from rowprop.app.compare.settings import Settings
 from rowprop.selection import Context, PerClass
 from rowprop.step.small import unwarned
+from rowprop_lab.results import Run
+from rowprop_lab.settings import Settings
 
+TINY = (
+    "--data", "compare_cases:tiny", "--model", "compare_cases:net", "--batch", "20", "--epochs", "2", "--seeds", "2",
+    "--methods", "full,ohem",
+)  # fmt: skip
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">{{ 7*7 }}'
 WRONG_LABEL = 17  # the row of `mislabelled` whose class is wrong
 
@@ -184,3 +189,8 @@ own_broken = by(lambda keep: lambda scores, context: scores.no_such_thing)
 
 def own_number(model: nn.Module, losses_fn: Any, **options: Any) -> int:
     return 5
+
+
+def compare(out: Path | str, *arguments: str | Path) -> Any:
+    """A small comparison: two methods, two seeds."""
+    return run("compare", *TINY, *arguments, "--out", out)

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 import compare_cases
 import rowprop
 from compare_cases import settings
-from rowprop.app.compare import data as data_module
-from rowprop.app.compare.data import load_data
-from rowprop.app.compare.models import build_model, check_model
-from rowprop.app.compare.run import compare
-from rowprop.app.compare.settings import Settings
 from rowprop.errors import InvalidInput, MissingExtra
+from rowprop_lab import data as data_module
+from rowprop_lab.data import load_data
+from rowprop_lab.models import build_model, check_model
+from rowprop_lab.run import compare
+from rowprop_lab.settings import Settings
 
 OPTIONS = [
     ({"keep": 0.0}, "keep is 0.0, but a fraction in (0, 1] was needed"),

@@ -1,1 +1,0 @@
-"""Methods side by side on real data: `rowprop compare`. Outermost: nothing in the library imports it."""
