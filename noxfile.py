@@ -161,7 +161,7 @@ def test_native(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lab(session: nox.Session) -> None:
-    """Run the tests of `rowprop compare`, whose source is lab/: three minutes of one core."""
+    """Run the tests of `rowprop compare`, whose source is in lab/: three minutes of one core."""
     session.run(sys.executable, "-m", "pytest", *ALL_CORES, "lab/tests", *session.posargs, env=ONE_THREAD)
 
 
@@ -301,7 +301,8 @@ def versions(session: nox.Session, torch: str) -> None:
     """Run all tests on another torch and Python: 5 GB each. `-- --core`: those of the backward."""
     # What constraints.txt pins wants Python 3.11 or newer.
     pinned = [] if torch == "2.13.0" else ["-c", but(session, "torch")]
-    session.install(f"torch=={torch}", "-e", ".[dev]", *pinned)
+    tools = "pytest pytest-xdist hypothesis expecttest -e .[compare,native]".split()
+    session.install(f"torch=={torch}", *tools, *pinned)
     chosen, *more = session.posargs or [""]
     command = ["pytest", *ALL_CORES, "-p", "no:cacheprovider", "-rs"]
     session.run(*command, *([*more, *files(CORE)] if chosen == "--core" else session.posargs), env=ONE_THREAD)

@@ -79,7 +79,7 @@ def is_ours(error: BaseException) -> bool:
 
 _MACHINE = ("out of memory", "can't allocate memory", "CUDA error", "No space left on device")  # words of the machine
 _TOOLS = ("torch", "typer", "click", "rich")
-LAB = Path(__file__).parents[2] / "lab" / "rowprop_lab"  # there in a checkout, not in an installed package
+LAB = Path(__file__).parents[2] / "lab" / "rowprop_lab"  # only a checkout has it
 
 
 def _kind(file: str) -> str:

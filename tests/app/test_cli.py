@@ -166,9 +166,9 @@ def test_bad_input_is_one_sentence_and_exit_2(line: str, sentence: str):
 
 
 def test_an_installed_package_says_where_the_comparison_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Red without the look for the folder: it is not an error of rowprop, but of its installation.
+    # Red without the check of the folder: exit code 3, and ModuleNotFoundError.
     monkeypatch.setattr("rowprop.app.lookup.LAB", tmp_path / "lab" / "rowprop_lab")
-    refused(run("compare", "--out", tmp_path / "out"), "rowprop compare lives in rowprop's repository, in lab/")
+    refused(run("compare", "--out", tmp_path / "out"), "rowprop compare is not in the installed package")
     assert not (tmp_path / "out").exists()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rowprop.errors import LAB, InvalidInput, MissingExtra, foreign, one_line
 
 PAGE = {"matplotlib.figure": "matplotlib", "jinja2": "jinja2"}  # modules that a page needs, and their packages
-COMPARE = PAGE | {"PIL.Image": "pillow", "scipy.special": "scipy"}  # those of the lab
+COMPARE = PAGE | {"PIL.Image": "pillow", "scipy.special": "scipy"}  # what `rowprop compare` needs
 
 
 def require(module: str, package: str, purpose: str, line: str | None = None) -> Any:
@@ -37,12 +37,12 @@ def require_all(modules: dict[str, str], purpose: str) -> None:
 
 
 def require_lab(command: str, *, digits: bool) -> Any:
-    """Import the package of ``lab/``, which lies in a checkout beside ``src/``, or say where it is."""
+    """Import `rowprop compare` from ``lab/``, beside ``src/`` in a checkout; elsewhere say where to find it."""
     if not LAB.is_dir():
-        home = "lives in rowprop's repository, in lab/, and not in the installed package"
-        raise InvalidInput(f"{command} {home}; clone the repository and run scripts/demo, or pip install -e '.[dev]'.")
+        home = "is not in the installed package: it is in the folder lab/ of rowprop's repository"
+        raise InvalidInput(f"{command} {home}; clone it and run scripts/demo there, or pip install -e '.[compare]'.")
     require_all(COMPARE | ({"sklearn.datasets": "scikit-learn"} if digits else {}), command)
-    if str(LAB.parent) not in sys.path:  # an editable install has put it there
+    if str(LAB.parent) not in sys.path:  # it is there where the install is editable
         sys.path.append(str(LAB.parent))
     return importlib.import_module(f"{LAB.name}.command")
 
