@@ -39,8 +39,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import rowprop
 from bench_step import RESULTS, setting
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules.registry import RULES
-from rowprop.backprop.sliced import RowSlice
 from rowprop.engines import Engine, Recompute, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole

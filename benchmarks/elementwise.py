@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.cost.flops import formula_of, is_light, is_view_or_maker
 
 

@@ -26,7 +26,7 @@ import rowprop
 from bench_step import CPU, RESULTS, Batch, Bench, gpt, resnet, row_losses, save, setting, spread, vit
 from bench_tokens import Size, token_losses
 from rowprop import native
-from rowprop.backprop.rowgrad import go_native
+from rowprop.backprop.autograd.rowgrad import go_native
 from rowprop.native import building
 
 KEEP = 0.25

@@ -25,7 +25,7 @@ from torch import Tensor
 import rowprop
 from bench_step import RESULTS, save, setting, spread
 from bench_tokens import CPU, MODELS, token_losses
-from rowprop.backprop import zeros
+from rowprop.backprop import skip
 
 SHARES = (0.5, 0.7, 0.8, 0.9)
 
@@ -71,7 +71,7 @@ def measured(name: str, rounds: int, shares: Sequence[float]) -> dict[str, dict[
             taken = {skips: backward(mask, skips) for skips in order}
             ratios.setdefault(case, []).append(taken[True][0] / taken[False][0])
         begin_s = time.process_time()
-        zeros.live_entries(grad, (0, 1))
+        skip.live_entries(grad, (0, 1))
         ratios.setdefault("look", []).append((time.process_time() - begin_s) / taken[False][0])
         begin_s = time.process_time()
         with rowprop.find_zeros(model):
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    zeros.MOST = 0.95
+    skip.MOST = 0.95
     about, found = setting(torch.device("cpu"), 1), dict[str, dict[str, dict[str, float]]]()
     command = " ".join(["python benchmarks/zeros_cost.py", *sys.argv[1:]])
     page = f"# What looking for zeros costs\n\n`{command}`: {', '.join(f'{k} {v}' for k, v in about.items())}\n\n{doc}"

@@ -17,7 +17,7 @@ import torch
 from accelerator import Accelerator
 from picks import by_python
 from rowprop import host
-from rowprop.backprop.rowgrad import go_native
+from rowprop.backprop.autograd.rowgrad import go_native
 from rowprop.native import building
 from rowprop.thinning.worth import Worth
 from step_cases import ENGINES

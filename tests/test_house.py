@@ -93,6 +93,23 @@ def test_a_module_imports_only_rooms_before_its_own():
     assert upwards == []
 
 
+def test_the_parts_of_backprop_import_only_parts_before_them():
+    # Red with an import of rowprop.backprop.autograd in a module of rules/.
+    parts = "recorder backward watch rows rules autograd compiled pick skip".split()
+
+    def part_of(module: str) -> int:
+        return parts.index(module.split(".")[2])
+
+    inside = {module for module in MODULES if module.startswith("rowprop.backprop.")}
+    upwards = [
+        f"{module} imports {other}"
+        for module in inside
+        for other in IMPORTS[module] & inside
+        if part_of(other) > part_of(module)
+    ]
+    assert upwards == []
+
+
 def test_no_two_modules_import_each_other_in_a_circle():
     # Red with `from rowprop.selection.selectors import TopK` inside a function of selection/base.py.
     try:

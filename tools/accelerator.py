@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 import rowprop
 from rowprop import host
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
 
 SOURCE = str(Path(rowprop.__file__).parent)
 READING = {

@@ -35,10 +35,12 @@ import zoo
 from cuda_kernels import PLANS, installed
 from op_samples import floats
 from rowprop import host
-from rowprop.backprop.layout import Layout, Part, layout_of
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows.layout import Layout, Part, layout_of
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
+from rowprop.backprop.rows.zeros import Zeros
 from rowprop.backprop.rules.registry import RULES, op_name
-from rowprop.backprop.sliced import RowSet, RowSlice, Zeros
 from rowprop.backprop.watch import Report
 
 aten = torch.ops.aten

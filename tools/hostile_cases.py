@@ -31,7 +31,7 @@ from hostile_values import FREE, Made, N, bad, fits, losses_fn
 from names import names_of, namespaces
 from rowprop import distributed, engines, history, schedule, selection
 from rowprop.app import cli, terminal
-from rowprop.backprop.hooks import Handle
+from rowprop.backprop.autograd.hooks import Handle
 from rowprop.checks import is_number, takes
 from rowprop.cost.count import count_step
 from rowprop.cost.profile import profile

@@ -25,9 +25,10 @@ import audit
 import programs
 from picks import Take, by_python
 from rowprop import native
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad, go_native
-from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.autograd.rowgrad import RowGrad, go_native
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.native import building
 
 CALLS = (0, 0), (1, 0), (2, 0), (0, 2), (1, 1), (2, 1)  # of the operands of each: the seed, and how many rows more

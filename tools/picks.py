@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
 from rowprop import native
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
 

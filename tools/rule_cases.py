@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 
 aten = torch.ops.aten
 N = 6

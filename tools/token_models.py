@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.watch import Report
 
 N, T, VOCABULARY, WIDTH, HEADS = 6, 16, 50, 32, 4

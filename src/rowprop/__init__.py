@@ -23,8 +23,8 @@ if _typing.TYPE_CHECKING:
     from rowprop import thinning as thinning
     from rowprop.backprop.pick import pick as pick
     from rowprop.backprop.rules.rowwise import rowwise as rowwise
+    from rowprop.backprop.skip import skip_zeros as skip_zeros
     from rowprop.backprop.watch import watch as watch
-    from rowprop.backprop.zeros import skip_zeros as skip_zeros
     from rowprop.cost.plan import plan as plan
     from rowprop.cost.zeros import find_zeros as find_zeros
     from rowprop.errors import InvalidInput as InvalidInput
@@ -47,7 +47,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "backprop.pick": "pick",
             "backprop.rules.rowwise": "rowwise",
             "backprop.watch": "watch",
-            "backprop.zeros": "skip_zeros",
+            "backprop.skip": "skip_zeros",
             "cost.plan": "plan",
             "cost.zeros": "find_zeros",
             "errors": "InvalidInput RowpropError TooSmall UnsupportedOperation",

@@ -6,9 +6,10 @@ A read of values makes the host wait for the device, which then waits for its ne
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -65,3 +66,33 @@ def reach(noted: Any) -> None:
 def between_s(begin: Any, end: Any) -> float:
     """Seconds between two marks that the device has reached."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether the device works off its ops in streams."""
+    if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
+        return False
+    return cast(torch.device, torch.accelerator.current_accelerator()).type == device.type
+
+
+def present_stream(device: torch.device) -> Callable[[], Any]:
+    """A call that returns the stream that work on this device is put on now; None if the device has no streams.
+
+    Some ops ask three times, so it is the cheapest call that there is.
+    """
+    if not has_streams(device):
+        return lambda: None
+    if device.type == "cuda":
+        return partial(torch._C._cuda_getCurrentStream, device.index)  # pyright: ignore
+    return partial(torch.accelerator.current_stream, device)
+
+
+def record(tensor: Tensor) -> None:
+    """Keep the tensor's memory, once it is free, until the present stream has done the work that it has now."""
+    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def wait_for(stream: Any, device: torch.device) -> None:
+    """Let the present stream, not the host, wait for the work that another stream has now."""
+    other = cast(Any, torch).Stream(*stream) if isinstance(stream, tuple) else stream
+    torch.accelerator.current_stream(device).wait_stream(other)

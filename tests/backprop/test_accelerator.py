@@ -23,9 +23,9 @@ import zoo
 from accelerator import Accelerator, Moving, OnDevice
 from cuda_kernels import installed
 from device_cases import Forward, Gradients, Take
-from rowprop.backprop import rowgrad
+from rowprop.backprop.autograd import rowgrad
+from rowprop.backprop.rows.slice import Densify
 from rowprop.backprop.rules.apply import apply_rule
-from rowprop.backprop.sliced import Densify
 from rowprop.backprop.watch import Report
 
 pytestmark = pytest.mark.skipif(not Accelerator.ready, reason="needs --as-accelerator, and a torch that can")

@@ -10,8 +10,8 @@ import torch
 
 from audit import Recorder, audit, more_on_a_device, record_cases, record_kernels, record_opinfo, record_zoo
 from cuda_kernels import installed
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules.registry import RULES
-from rowprop.backprop.sliced import RowSlice
 
 aten = torch.ops.aten
 

@@ -18,10 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from picks import ROWS, Take, as_indexed, gradients, indexed, passing
-from rowprop.backprop import backward, foreign, sliced
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.rows import RowSet
+from rowprop.backprop import backward
+from rowprop.backprop.autograd import foreign
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows import gather as gathering
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules import views
 
 N = 16
@@ -77,7 +80,7 @@ def test_no_more_than_the_last_two_gathers_hold_memory():
     held = []
     for _ in range(4):
         tensor = torch.randn(N, 3)
-        sliced.gather(tensor, rows, layout)
+        gathering.gather(tensor, rows, layout)
         held.append(weakref.ref(tensor))
         del tensor
     assert [source() is not None for source in held] == [False, False, True, True]
@@ -87,14 +90,14 @@ def test_a_copy_of_some_rows_takes_back_a_gradient_of_its_own_rows_alone():
     # Red where other rows, or the same rows in another dimension, are taken for those of the copy; where native
     # dispatch, whose key does not hold the memory that was copied from, gets these rows.
     memory = RowSet(torch.tensor([1, 4]), 6, unique=True, batchnorm=None)
-    base = sliced.RowSlice(torch.randn(2, 4), memory, Layout(0, 6), (6, 4))
+    base = RowSlice(torch.randn(2, 4), memory, Layout(0, 6), (6, 4))
     before = base.values.clone()
     lent: Any = views.as_strided(torch.ops.aten.as_strided.default, base, (4, 4), (4, 1), 4)  # rows 1, 2, 3 and 4
     copy: Any = lent.copy
     assert copy.rows.index.tolist() == [0, 3] and copy.rows.native is None
     others = RowSet(torch.tensor([1, 2]), 4, unique=True, batchnorm=None)
-    assert not lent.write_back(sliced.RowSlice(copy.values, others, copy.layout, copy.shape), base)
-    assert not lent.write_back(sliced.RowSlice(copy.values.T, copy.rows, Layout(1, 4), copy.shape), base)
+    assert not lent.write_back(RowSlice(copy.values, others, copy.layout, copy.shape), base)
+    assert not lent.write_back(RowSlice(copy.values.T, copy.rows, Layout(1, 4), copy.shape), base)
     assert torch.equal(base.values, before)
     assert lent.write_back(copy.like(2 * copy.values), base)
     assert torch.equal(base.values, 2 * before)
@@ -119,13 +122,13 @@ def test_an_unpack_hook_may_fill_one_buffer_again(made: Any, refill: Any):
 def test_neighbours_that_save_one_activation_gather_it_once(hooks, monkeypatch):
     # Red with `return True` in unpacks, and with its loop left out.
     gathered = Counter()
-    plain = sliced.gather_plain
+    plain = gathering.gather_plain
 
     def counting(tensor: Tensor, *args: Any) -> Tensor:
         gathered[tensor.untyped_storage()._cdata] += 1
         return plain(tensor, *args)
 
-    monkeypatch.setattr(sliced, "gather_plain", counting)
+    monkeypatch.setattr(gathering, "gather_plain", counting)
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
     with saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else nullcontext():
         losses = model(torch.randn(N, 5)).square().sum(1)

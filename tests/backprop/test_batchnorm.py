@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rows import RowSet
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules import norms
-from rowprop.backprop.sliced import RowSlice
 from rowprop.engines import Sliced
 from rowprop.thinning.drawn import drawn_rows
 

@@ -18,8 +18,8 @@ import rowprop
 import zoo
 from picks import indexed
 from rowprop.backprop.compiled import lowering
+from rowprop.backprop.rows.refusals import NO_RULE
 from rowprop.backprop.rules.registry import RULES
-from rowprop.backprop.sliced import NO_RULE
 from rowprop.cost.flops import count_flops
 
 N = 12

@@ -18,9 +18,10 @@ import rowprop
 from cuda_cases import CASES, HEADS, SINGLE, WIDTH, Case, D, N, T, cudnn, efficient, flash, gradients, leaf
 from cuda_kernels import KERNELS, TANH, checked, installed
 from picks import Take, as_indexed, assert_same_gradients, indexed
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules.registry import RULES, op_name
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
 from token_models import cut_attention

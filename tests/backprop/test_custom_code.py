@@ -23,11 +23,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 
 import rowprop
 from picks import ROWS, N, as_indexed, assert_same_gradients, net, saving, weight
-from rowprop.backprop import foreign
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd import foreign
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules import registry
 from rowprop.backprop.rules.registry import function_rule
-from rowprop.backprop.sliced import Densify, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
 from rowprop.errors import InvalidInput

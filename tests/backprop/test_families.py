@@ -21,7 +21,7 @@ import decoders
 import rowprop
 from decoders import DECODERS, MASKS, PACKED, SOME, Decoder, keep_of
 from families import ENTRIES, PAGE, SINGLE, TIMM, TOKENS, TORCHVISION, TRANSFORMERS, frozen_entry
-from rowprop.backprop.zeros import MOST
+from rowprop.backprop.skip import MOST
 from rowprop.cost.flops import count_flops
 from rowprop.host import waits
 from transformers_all import ERROR, LIMIT, trial

@@ -24,8 +24,8 @@ import zoo
 from accelerator import name_of, reads
 from picks import Applied, Take, indexed
 from rowprop import RandomRows, SelectiveBackprop, TopK
-from rowprop.backprop import rows as rows_module
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows import refusals
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("as_accelerator", "capturing")
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be read, as on a stream that a graph is captured from."""
-    monkeypatch.setattr(rows_module, "readable", lambda tensor: False)
+    monkeypatch.setattr(refusals, "readable", lambda tensor: False)
     monkeypatch.setattr(selective, "readable", lambda tensor: False)
 
 

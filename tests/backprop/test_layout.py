@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import assume, given
 
-from rowprop.backprop import layout as lay
-from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.sliced import RowSet, RowSlice, gather, of_lines
+from rowprop.backprop.rows import layout as lay
+from rowprop.backprop.rows.gather import gather, of_lines
+from rowprop.backprop.rows.layout import Layout, Part
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 
 sizes = st.integers(1, 4)
 

@@ -22,11 +22,13 @@ from torch.utils.flop_counter import flop_registry
 
 import rowprop
 from picks import ROWS, N, Take, as_indexed, assert_same_gradients, gradients, indexed, passing, weight
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.refusals import NO_RULE
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules import attention as rules
 from rowprop.backprop.rules.attention import flex_attention_backward
 from rowprop.backprop.rules.registry import RULES, rule_of_function
-from rowprop.backprop.sliced import NO_RULE, Densify, RowSet, RowSlice
 from rowprop.cost.flops import count_flops
 from token_models import cut_attention
 
@@ -466,7 +468,9 @@ def test_other_uses_of_kept_queries(name: str, attention: str):
 def test_whole_segments_cost_their_share(name: str, monkeypatch):
     if name == "varlen_attn" and torch.ops.torch_attn._varlen_attn_backward not in flop_registry:
         pytest.skip("torch 2.11 counts no FLOPs of varlen_attn")
-    monkeypatch.setattr("rowprop.backprop.sequences.A_CALL", 0)  # in a model of the usual size, a call costs little
+    monkeypatch.setattr(
+        "rowprop.backprop.rows.sequences.A_CALL", 0
+    )  # in a model of the usual size, a call costs little
     length = 48
     monkeypatch.setattr(f"{__name__}.T", length)
     number = torch.tensor([[2, 7, 3], [5, 5, 2], [9, 1, 2], [4, 4, 4]]).repeat(2, 1) * 4
@@ -511,7 +515,7 @@ LOOK = "which packed sequences hold a kept token"
 def test_the_host_looks_at_a_packing_once_where_it_can(which: str, monkeypatch):
     readable, known = which != "a CUDA graph", which == "a device"
     monkeypatch.setattr("rowprop.host.READ_AT_ONCE", set())
-    monkeypatch.setattr("rowprop.backprop.rows.readable", lambda _: readable)
+    monkeypatch.setattr("rowprop.backprop.rows.refusals.readable", lambda _: readable)
     if "token" in which:  # what is answered there, after the look
         look = rules.packed_of
         monkeypatch.setattr(rules, "packed_of", wraps(look)(lambda *about: look(*about) and None))

@@ -29,12 +29,11 @@ import picks
 import rowprop
 import zoo
 from rowprop import native
-from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.recorder import layout_of, numbers
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.rows import Hook
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows.layout import Layout, Part
+from rowprop.backprop.rows.rows import Hook, RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules.registry import RULES
-from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.native import building
 
@@ -589,4 +588,4 @@ def test_a_layout_survives_its_way_as_numbers():
         Layout(0, 12, 1, 1, (Part(1, 3),)),
         Layout(0, 24, 1, 2, (Part(2, 3), Part(0, 2, 4))),
     ):
-        assert layout_of(numbers(layout)) == layout
+        assert Layout.of_numbers(layout.numbers()) == layout

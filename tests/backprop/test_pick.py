@@ -20,10 +20,11 @@ from torch.utils.checkpoint import checkpoint
 import picks
 import rowprop
 from picks import ROWS, N, Take, as_indexed, assert_same_gradients, chain, gradients, net, passing, weight
-from rowprop.backprop import foreign
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.autograd import foreign
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.selection.base import Selection
 

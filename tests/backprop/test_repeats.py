@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rowprop
 from cuda_kernels import installed
 from picks import Applied, as_indexed
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.cost.flops import count_flops
 
 N = 6

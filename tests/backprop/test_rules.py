@@ -17,10 +17,12 @@ from cuda_kernels import KERNELS
 from experts import EXPERTS, ROUTINGS, WIDTH
 from picks import Calls, Take, as_indexed, indexed
 from rowprop import host
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.refusals import NO_RULE
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules.registry import RULES, op_name, rule
-from rowprop.backprop.sliced import NO_RULE, Densify, RowSet, RowSlice
 from rule_cases import CASES, DIRECT, N, aux, call_direct, ints, param, randn, run, sliced
 
 aten = torch.ops.aten

@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 import rowprop
 from picks import passing
-from rowprop.backprop import rows as rows_module
-from rowprop.backprop import sliced
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.autograd import streams as streams_module
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows import rows as rows_module
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 
 N, K = 7, 3
 ROWS = torch.tensor([1, 4, 6])
@@ -85,8 +86,10 @@ class Streams(TorchDispatchMode):
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     mode = Streams()
     monkeypatch.setattr(rows_module, "present_stream", lambda device: lambda: mode.now)
-    monkeypatch.setattr(sliced, "record", lambda x: mode.recorded.add((x.untyped_storage().data_ptr(), mode.now)))
-    monkeypatch.setattr(sliced, "wait_for", lambda stream, device: mode.waited.add((mode.now, stream)))
+    monkeypatch.setattr(
+        streams_module, "record", lambda x: mode.recorded.add((x.untyped_storage().data_ptr(), mode.now))
+    )
+    monkeypatch.setattr(streams_module, "wait_for", lambda stream, device: mode.waited.add((mode.now, stream)))
     return mode
 
 

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import rowprop
 from picks import Applied, Calls, Take, as_indexed, assert_same_gradients, gradients
 from rowprop import host
-from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows.layout import Layout, Part
+from rowprop.backprop.rows.rows import Affine, RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules.apply import end_to_end
-from rowprop.backprop.sliced import Affine, RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
 from rule_cases import CASES, param, randn

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rowprop
 from picks import Applied, gradients, passing, saving
-from rowprop.backprop.rows import RowSet
-from rowprop.backprop.zeros import MOST
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.skip import MOST
 from rowprop.cost.flops import count_flops
 from token_models import IDS, VOCABULARY, Decoder, N, T
 
@@ -532,7 +532,7 @@ def test_a_capacity_is_checked_at_the_end_once_the_count_has_come(monkeypatch: p
     # Red when: the count is read before its mark is reached, or the backward waits for it on its way.
     told = list[str]()
     mark = SimpleNamespace(synchronize=lambda: told.append("the count has come"))
-    monkeypatch.setattr("rowprop.backprop.zeros.mark", lambda device: mark)
+    monkeypatch.setattr("rowprop.backprop.skip.mark", lambda device: mark)
     model = mlp()
     next(model.parameters()).register_hook(lambda grad: told.append("the last gradient"))
     rowprop.skip_zeros(model, capacity=0.4)

@@ -16,7 +16,7 @@ from torch import nn
 import rowprop
 from grpo_update import VOCABULARY, llama, some_groups, trainer_of
 from plain_loop import apart, check_equal, check_same, in_processes, only_with
-from rowprop.backprop.zeros import MOST
+from rowprop.backprop.skip import MOST
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations.trl import _equal, cppo, pods, select_answers
 from rowprop.selection import PerClass, RandomRows

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rowprop
 import sft_trl
 from plain_loop import apart, only_with, scripts_of
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.errors import InvalidInput
 from rowprop.integrations.trl import pick_answers
 from transformers_trainer import adapted

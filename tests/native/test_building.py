@@ -23,7 +23,7 @@ from torch.utils import cpp_extension
 import rowprop
 from commands import run
 from rowprop import native
-from rowprop.backprop import foreign
+from rowprop.backprop.autograd import foreign
 from rowprop.native import building
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no compilation in the background on Windows")

@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 import rowprop
 from model_cases import Sorting, losses, mlp, with_batchnorm, with_zero_head
 from rowprop import verify
+from rowprop.backprop.rows.refusals import NO_RULE
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules import norms
 from rowprop.backprop.rules.registry import RULES
-from rowprop.backprop.sliced import NO_RULE, RowSlice
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Ran

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rowprop.backprop.hooks import hook_gradient, rows_in
-from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.rows import RowSet
-from rowprop.backprop.sliced import RowSlice
+from rowprop.backprop.autograd.hooks import hook_gradient, rows_in
+from rowprop.backprop.rows.layout import Layout, Part
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.thinning import squares
 from rowprop.thinning.drawn import Drawn, thinned
 

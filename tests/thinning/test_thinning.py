@@ -19,11 +19,13 @@ import rowprop
 import thinning_models
 from rowprop import host
 from rowprop.backprop import backward as backward_module
-from rowprop.backprop import foreign
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.autograd import foreign
+from rowprop.backprop.rows.gather import gather_plain, rows_apart
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules import norms
 from rowprop.backprop.rules.apply import unite
-from rowprop.backprop.sliced import RowSet, RowSlice, gather_plain, rows_apart
 from rowprop.errors import InvalidInput
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.draw import floored, inclusion, systematic, variances

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSet
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.rows.rows import RowSet
 from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.control import Control
 from rowprop.thinning.drawn import Drawn

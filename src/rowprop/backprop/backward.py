@@ -11,6 +11,8 @@ from threading import RLock
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from rowprop.backprop.recorder import reads
 
@@ -102,6 +104,16 @@ def outer() -> Backward:
 def numbered(number: int) -> Backward:
     """The backward with this number if it runs, else the outermost one that does."""
     return _running.get(number) or outer()
+
+
+def transformed(grad: Tensor | None = None) -> bool:
+    """Whether a torch.func transform or forward-mode AD is at work: neither can handle a row-sliced gradient."""
+    if torch.compiler.is_compiling():  # the checks below would see the tracer's transforms
+        return False
+    func = cast(Any, torch)._C._functorch
+    if grad is not None and func.is_legacy_batchedtensor(grad):  # autograd.grad(is_grads_batched=True)
+        return True
+    return func.peek_interpreter_stack() is not None or cast(Any, forward_ad)._current_level >= 0
 
 
 def node_name() -> str:

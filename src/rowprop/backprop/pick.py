@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
-from rowprop.backprop.foreign import prepare
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.rows import mildest
+from rowprop.backprop.autograd.foreign import prepare
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.backward import transformed
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet, mildest
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules.registry import function_rule
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice
 from rowprop.backprop.watch import note_densified
 from rowprop.checks import check_choice
 from rowprop.errors import InvalidInput, UnsupportedOperation
@@ -199,16 +199,6 @@ def _dims_of(rows: Any, input: Tensor) -> int:
             "rows is a mask without values (meta, fake); pass indices, e.g. torch.arange(K, device='meta')."
         )
     return dims
-
-
-def transformed(grad: Tensor | None = None) -> bool:
-    """Whether a torch.func transform or forward-mode AD is at work: neither can handle a row-sliced gradient."""
-    if torch.compiler.is_compiling():  # the checks below would see the tracer's transforms
-        return False
-    func = cast(Any, torch)._C._functorch
-    if grad is not None and func.is_legacy_batchedtensor(grad):  # autograd.grad(is_grads_batched=True)
-        return True
-    return func.peek_interpreter_stack() is not None or cast(Any, forward_ad)._current_level >= 0
 
 
 def _described(value: Any) -> str:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowprop import native
-from rowprop.backprop.layout import Layout, Part
 
 _thread = threading.local()
 
@@ -33,21 +32,6 @@ def reads(what: str) -> None:
     found = recorder()
     if found is not None:
         found.why = found.why or what
-
-
-def numbers(layout: Layout) -> list[int]:
-    """A layout as the extension holds it."""
-    found = [layout.dim, layout.num_rows, layout.outer, layout.inner]
-    for part in layout.minor:
-        found += [part.dim, part.size, part.outer, part.inner]
-    return found
-
-
-def layout_of(numbers: Sequence[int]) -> Layout:
-    """The layout of these numbers."""
-    dim, num_rows, outer, inner, *rest = numbers
-    minor = tuple(Part(*rest[at : at + 4]) for at in range(0, len(rest), 4))
-    return Layout(dim, num_rows, outer, inner, minor)
 
 
 def derived(rows: Any, which: tuple[str, tuple[Any, ...], int | None]) -> Tensor:
@@ -162,7 +146,7 @@ class Recorder(TorchDispatchMode):
         self.steps.append((func._schema.name, func._schema.overload_name, given, made))
         return out
 
-    def gather(self, tensor: Tensor, layout: Layout, make: Callable[[], Tensor]) -> Tensor:
+    def gather(self, tensor: Tensor, layout: Any, make: Callable[[], Tensor]) -> Tensor:
         """Record a gather, whose result C++ remembers as Python does."""
         source, begun = self.register(tensor), len(self.steps)
         out = make()
@@ -170,7 +154,7 @@ class Recorder(TorchDispatchMode):
         inner = [step for step in steps if step[0] != ""]
         if inner:  # what follows from the rows is used by others, too, also where the gather is remembered
             follows = [step for step in steps if step[0] == ""]
-            self.steps[begun:] = [*follows, (None, source, numbers(layout), inner, self._made(out))]
+            self.steps[begun:] = [*follows, (None, source, layout.numbers(), inner, self._made(out))]
         return out
 
     def follows(self, rows: Any, name: str, about: tuple[Any, ...], found: Any) -> None:
@@ -189,7 +173,7 @@ class Recorder(TorchDispatchMode):
         for each in _listed(out):
             held = self._rows_of(each)
             if held is not None and held.rows is self.rows:
-                outs.append((self.register(held.values), numbers(held.layout), list(held.shape)))
+                outs.append((self.register(held.values), held.layout.numbers(), list(held.shape)))
             elif each is None or type(each) is Tensor:
                 outs.append((self.register(each), None, []))
                 if views:

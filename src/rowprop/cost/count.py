@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.pick import BatchNorm, pick
-from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_choice, check_graph, check_kind, check_losses_fn, check_tick
 from rowprop.cost.flops import counting
 from rowprop.cost.measure import Tick, ignored

@@ -19,7 +19,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry  # pyright: ignore[reportUnknownVariableType]
 
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.rules.apply import leaves
 
 # Called after an op: with its name without ``aten``, its FLOPs, the op, its inputs and what it returned. The FLOPs are

@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rowprop.backprop.autograd.foreign import upstream
+from rowprop.backprop.autograd.hooks import ModuleHook, hook_gradient
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.backward import outer
-from rowprop.backprop.foreign import upstream
-from rowprop.backprop.hooks import ModuleHook, hook_gradient
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSlice
-from rowprop.backprop.zeros import SKIPPED, Look, Skip, places_of
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.slice import RowSlice
+from rowprop.backprop.skip import SKIPPED, Look, Skip, places_of
 from rowprop.batch import tensors
 from rowprop.checks import check_kind
 from rowprop.cost import flops

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.backprop.pick import Attention, pick
-from rowprop.backprop.zeros import skip_zeros
+from rowprop.backprop.skip import skip_zeros
 from rowprop.checks import check_choice, check_entries, check_kind
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations import shared

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.engines import CUT, PROJECTED, Engine, Masked, Sliced, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Ran

@@ -16,10 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rows import has_streams
 from rowprop.engines import Engine, Sliced
 from rowprop.errors import TooSmall
-from rowprop.host import drained_s, readable
+from rowprop.host import drained_s, has_streams, readable
 from rowprop.selection import Selection
 from rowprop.thinning.worth import COSTS, work_below
 

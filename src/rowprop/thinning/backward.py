@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rows import RowSet
-from rowprop.backprop.sliced import RowSlice
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.host import mark, reach, waits
 from rowprop.thinning.control import SHARES, Control, Seen, carried, carry, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances

@@ -9,11 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rows import Hook, NeedsAllRows, RowSet
+from rowprop.backprop.rows.gather import along_rows, gather_plain, rows_apart
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.refusals import NeedsAllRows
+from rowprop.backprop.rows.rows import Hook, RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules.norms import in_one_format, saved, statistics
 from rowprop.backprop.rules.rowlocal import Call
-from rowprop.backprop.sliced import RowSlice, along_rows, gather_plain, rows_apart
 from rowprop.thinning.squares import norms_over, of_convolution, of_product, wide_type
 
 # Takes the rows that a weight gradient is summed over, and for each the square of its part's norm, (K,).

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rowprop.backprop.autograd.checkpoint import enters_checkpoint
+from rowprop.backprop.autograd.hooks import Handle, ModuleHook, hook_gradient, rows_in, unwrapped
 from rowprop.backprop.backward import Backward, numbered, outermost
-from rowprop.backprop.checkpoint import enters_checkpoint
 from rowprop.backprop.compiled import compiled_elsewhere
-from rowprop.backprop.hooks import Handle, ModuleHook, hook_gradient, rows_in, unwrapped
-from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import Unit
-from rowprop.backprop.sliced import RowSlice
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.batch import tensors
 from rowprop.checks import check_choice, check_entries, check_generator, check_kind, check_vector, check_within, shown
 from rowprop.distributed import own_rank

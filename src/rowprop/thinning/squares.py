@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rows import RowSet
+from rowprop.backprop.rows.rows import RowSet
 
 # How many numbers stand for the width of a product's factor. The share of one row's square that is its error has a
 # standard deviation of at most (2 / SIGNS) ** 0.5.

@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.compiled.trace import OnRows, Run, undefined
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.rows import Hook
+from rowprop.backprop.rows.gather import gather_plain
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import Hook, RowSet
+from rowprop.backprop.rows.slice import Densify, RowSlice, whole_rows
+from rowprop.backprop.rows.zeros import Zeros
 from rowprop.backprop.rules.apply import unite
 from rowprop.backprop.rules.registry import function_rule
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, gather_plain, whole_rows
 from rowprop.backprop.watch import note, note_densified
 from rowprop.errors import InvalidInput
 

@@ -10,11 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.layout import Layout, view
+from rowprop.backprop.rows.gather import gather_plain
+from rowprop.backprop.rows.layout import Layout, view
+from rowprop.backprop.rows.refusals import NO_RULE
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import Densify, RowSlice
+from rowprop.backprop.rows.zeros import Zeros
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import RULES, op_name
-from rowprop.backprop.sliced import NO_RULE, Densify, RowSet, RowSlice, Zeros, gather_plain
 
 aten: Any = torch.ops.aten
 prims: Any = torch.ops.prims

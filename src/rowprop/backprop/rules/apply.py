@@ -9,21 +9,13 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.backward import running
-from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.rows import mildest
+from rowprop.backprop.rows.gather import rows_apart, scatter_add
+from rowprop.backprop.rows.layout import Layout, Part
+from rowprop.backprop.rows.refusals import NeedsAllRows, check_readable
+from rowprop.backprop.rows.rows import RowSet, mildest
+from rowprop.backprop.rows.slice import Densify, RowSlice, whole_rows
+from rowprop.backprop.rows.zeros import Zeros, filled
 from rowprop.backprop.rules.registry import Op, Rule
-from rowprop.backprop.sliced import (
-    Densify,
-    NeedsAllRows,
-    RowSet,
-    RowSlice,
-    Zeros,
-    check_readable,
-    filled,
-    rows_apart,
-    scatter_add,
-    whole_rows,
-)
 from rowprop.host import waits
 
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowprop.backprop.layout import Layout, Part
+from rowprop.backprop.rows.layout import Layout, Part
+from rowprop.backprop.rows.refusals import check_readable
+from rowprop.backprop.rows.sequences import A_CALL, Group, Packed, attend, packed_of, queries_of
+from rowprop.backprop.rows.slice import Densify, RowSlice, sliced_again, taken_once, whole_rows
 from rowprop.backprop.rules.registry import function_rule, op_name, rule
 from rowprop.backprop.rules.rowlocal import Call
-from rowprop.backprop.sequences import A_CALL, Group, Packed, attend, packed_of, queries_of
-from rowprop.backprop.sliced import Densify, RowSlice, check_readable, sliced_again, taken_once, whole_rows
 from rowprop.backprop.watch import note, note_densified
 
 ALL = "the kernel takes all tokens"

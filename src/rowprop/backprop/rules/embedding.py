@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.backward import ends_at_a_leaf
+from rowprop.backprop.rows.refusals import check_readable
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules.indexing import rows_at
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call
-from rowprop.backprop.sliced import Densify, RowSlice, check_readable
 from rowprop.backprop.watch import note_densified
 from rowprop.host import waits
 

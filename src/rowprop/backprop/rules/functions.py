@@ -14,9 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.rows.gather import gather
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.refusals import NeedsAllRows
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules.registry import function_rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, gather
 
 Dims = int | None | tuple[int | EllipsisType | None, ...]
 """For each of several tensors the dimension that the rows lie in, None for a tensor without rows; or one for all.

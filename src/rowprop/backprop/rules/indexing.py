@@ -9,12 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop import layout as lay
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.rows import layout as lay
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.refusals import check_readable
+from rowprop.backprop.rows.rows import joined
+from rowprop.backprop.rows.slice import Densify, RowSlice, whole_rows
+from rowprop.backprop.rows.zeros import Zeros
 from rowprop.backprop.rules.pointwise import is_zero, local
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.views import takes_tokens, view
-from rowprop.backprop.sliced import Densify, RowSlice, Zeros, check_readable, joined, whole_rows
 from rowprop.host import readable, waits
 
 

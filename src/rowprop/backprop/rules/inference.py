@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore
 
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.rows.gather import along_rows, gather_plain
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.refusals import NeedsAllRows
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules.functions import NodeWith, left_out, on_kept_rows, place_of
 from rowprop.backprop.rules.registry import op_of
-from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, along_rows, gather_plain
 from rowprop.errors import one_line
 from rowprop.state import rng_kept
 

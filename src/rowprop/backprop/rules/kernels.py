@@ -17,13 +17,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop.rows.refusals import NeedsAllRows
+from rowprop.backprop.rows.sequences import queries_of
+from rowprop.backprop.rows.slice import Densify, RowSlice, sliced_again, whole_rows
+from rowprop.backprop.rows.zeros import Zeros
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.attention import ALL, DROPOUT, of_sequences, readable_values, same_lengths
 from rowprop.backprop.rules.functions import own_backward
 from rowprop.backprop.rules.indexing import index, index_add
 from rowprop.backprop.rules.registry import RULES, function_rule
-from rowprop.backprop.sequences import queries_of
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, Zeros, sliced_again, whole_rows
 from rowprop.backprop.watch import note, note_densified
 
 _ATTENTION = {

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rowprop.backprop.rows.refusals import NeedsAllRows
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules.functions import Dims, kept_values, on_kept_rows, own_backward
 from rowprop.backprop.rules.registry import function_rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice
 
 _DECLARED: dict[str, tuple[Dims, Dims]] = {
     "dyt.LigerDyTFunction": ((0, None, None, None), (0, ...)),

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.layout import Layout, view
+from rowprop.backprop.rows.gather import gather
+from rowprop.backprop.rows.layout import Layout, view
+from rowprop.backprop.rows.refusals import NeedsAllRows, check_readable
+from rowprop.backprop.rows.sequences import Packed, packed_of
+from rowprop.backprop.rows.slice import Densify, RowSlice, taken_once, whole_rows
 from rowprop.backprop.rules.attention import ALL
 from rowprop.backprop.rules.functions import left_out, own_backward
 from rowprop.backprop.rules.registry import function_rule
-from rowprop.backprop.sequences import Packed, packed_of
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, check_readable, gather, taken_once, whole_rows
 
 
 class _Form(NamedTuple):

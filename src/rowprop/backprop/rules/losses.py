@@ -8,10 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop import layout as lay
+from rowprop.backprop.rows import layout as lay
+from rowprop.backprop.rows.gather import gather, gather_plain
+from rowprop.backprop.rows.refusals import check_readable
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import Densify, RowSlice, check_readable, gather, gather_plain
 
 
 @rowlocal(

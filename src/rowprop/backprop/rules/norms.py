@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from rowprop.backprop.rows.slice import Densify, RowSlice, whole_rows
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 
 NATIVE: Any = torch.ops.aten.native_batch_norm_backward.default
 """BatchNorm's ordinary backward, which needs nothing that only another forward kernel saves."""

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.backward import node_name
+from rowprop.backprop.rows.refusals import NeedsAllRows, check_readable
+from rowprop.backprop.rows.slice import Densify, RowSlice
+from rowprop.backprop.rows.zeros import Zeros, filled
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, Zeros, check_readable, filled
 from rowprop.backprop.watch import note_densified
 from rowprop.host import waits
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import Densify, RowSlice
 
 _MIXED = "the layer's outputs have their gradients on different rows, or steps in time are the rows"
 _GRADS = "grad_output", "grad_hy", "grad_cy"

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from rowprop.backprop import layout as lay
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.rows import layout as lay
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.slice import RowSlice, whole_rows
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import RowSlice, whole_rows
 
 
 @rule("sum", "sum.dim_IntList", positions=True)

@@ -94,12 +94,16 @@ def function_rule(
     return declare
 
 
+FUNCTION_MODULES = [f"{__package__}.{name}" for name in ("libraries", "kernels", "linear_attention")]
+"""The modules that declare rules of other packages' functions."""
+
+
 def rule_of_function(function: type) -> Rule | None:
     """The rule of a custom ``autograd.Function`` class, if it has one."""
     found = FUNCTION_RULES.get(function)
     if found is None:
-        for name in ("libraries", "kernels", "linear_attention", "parallel"):  # most models have no custom function
-            import_module(f"{__package__}.{name}")
+        for name in FUNCTION_MODULES:  # only here: most models have no custom function
+            import_module(name)
         found = _NAMED.get(full_name(function))
         op = op_of(function)
         found = found or (None if op is None else FUNCTION_RULES.get(op))

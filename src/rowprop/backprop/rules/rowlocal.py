@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rowprop.backprop.rows.slice import Densify, RowSlice, whole_rows
 from rowprop.backprop.rules.registry import Op, rule
-from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 
 
 @cache

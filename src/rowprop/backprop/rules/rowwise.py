@@ -9,9 +9,9 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules.functions import on_kept_rows
 from rowprop.backprop.rules.registry import FUNCTION_RULES, Rule
-from rowprop.backprop.sliced import Densify, RowSlice
 from rowprop.checks import shown
 from rowprop.errors import InvalidInput
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from rowprop.backprop.rows.slice import Densify, RowSlice, whole_rows
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 
 
 @rule("convolution_backward", positions=True)

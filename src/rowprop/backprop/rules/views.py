@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowprop.backprop import layout as lay
 from rowprop.backprop.backward import node_name
-from rowprop.backprop.layout import Layout, Part
+from rowprop.backprop.rows import layout as lay
+from rowprop.backprop.rows.layout import Layout, Part
+from rowprop.backprop.rows.refusals import AT_ONCE
+from rowprop.backprop.rows.rows import Affine, Lender
+from rowprop.backprop.rows.slice import Densify, RowSlice, whole_rows
+from rowprop.backprop.rows.zeros import Lent, Zeros, filled
 from rowprop.backprop.rules.apply import end_to_end, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import AT_ONCE, Affine, Densify, Lender, Lent, RowSlice, Zeros, filled, whole_rows
 from rowprop.host import waits
 
 

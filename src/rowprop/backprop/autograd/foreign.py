@@ -20,12 +20,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from rowprop import native
+from rowprop.backprop.autograd.rowgrad import RowGrad, go_native, in_full, inside, unwrap, wrap
 from rowprop.backprop.backward import Backward, alone, outer, running
-from rowprop.backprop.rowgrad import RowGrad, go_native, in_full, inside, unwrap, wrap
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import Densify, RowSlice, sliced_again
+from rowprop.backprop.rows.zeros import Zeros
 from rowprop.backprop.rules.apply import apply_rule
-from rowprop.backprop.rules.registry import Rule, full_name, op_of, rule_of_function
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, sliced_again
+from rowprop.backprop.rules.registry import FUNCTION_MODULES, Rule, full_name, op_of, rule_of_function
 from rowprop.backprop.watch import note, note_densified, note_function, watched
+
+FUNCTION_MODULES.append("rowprop.backprop.autograd.parallel")
 
 
 class _Override:

@@ -13,14 +13,15 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor, nn
 
+from rowprop.backprop.autograd.hooks import Handle, ModuleHook, hook_gradient, unwrapped
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.backward import outer, running
 from rowprop.backprop.compiled import compiled_elsewhere
-from rowprop.backprop.hooks import Handle, ModuleHook, hook_gradient, unwrapped
-from rowprop.backprop.layout import Layout, Part, layout_of
 from rowprop.backprop.pick import Attention, Unit
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.rows import RowSet
-from rowprop.backprop.sliced import RowSlice, gather_plain, rows_apart
+from rowprop.backprop.rows.gather import gather_plain, rows_apart
+from rowprop.backprop.rows.layout import Layout, Part, layout_of
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.watch import note
 from rowprop.batch import tensors
 from rowprop.checks import check_choice, check_tensor, check_within, wrong

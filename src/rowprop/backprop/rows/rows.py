@@ -1,10 +1,10 @@
-"""The rows of one gradient: which they are among all rows, and what becomes of them on their way back."""
+"""The rows of one gradient: which they are among all rows, and what becomes of them in its backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import wraps
 from math import prod
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from rowprop import native
 from rowprop.backprop.backward import outer
-from rowprop.backprop.layout import Layout
 from rowprop.backprop.recorder import reads, recorder
-from rowprop.backprop.watch import note
-from rowprop.host import readable, waits
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.refusals import check_readable
+from rowprop.host import present_stream, readable, waits
 
 
 class Hook:
@@ -67,6 +67,8 @@ class Hook:
 
 
 P = ParamSpec("P")
+
+
 T = TypeVar("T")
 
 
@@ -370,49 +372,3 @@ def joined(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     for i, size in zip(indices[1:], sizes[1:], strict=True):
         index = index * size + i
     return index
-
-
-class NeedsAllRows(Exception):
-    """Raised within a rule if the op has to run at full size; the message is the reason, as in :class:`Densify`."""
-
-
-def check_readable(tensor: Tensor, what: str) -> None:
-    """Ask before a rule reads ``what`` off a tensor, which it cannot on meta or while a CUDA graph is captured.
-
-    A wait is cheaper than a full-size backward, and is reported.
-    """
-    reads("a value")
-    if waits(tensor):
-        if not readable(tensor):
-            raise NeedsAllRows(f"only a look at the device tells {what}")
-        note("waited", what)
-
-
-def has_streams(device: torch.device) -> bool:
-    """Whether the device works off its ops in streams."""
-    if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
-        return False
-    return cast(torch.device, torch.accelerator.current_accelerator()).type == device.type
-
-
-def present_stream(device: torch.device) -> Callable[[], Any]:
-    """A call that returns the stream that work on this device is put on now; None if the device has no streams.
-
-    Some ops ask three times, so it is the cheapest call that there is.
-    """
-    if not has_streams(device):
-        return lambda: None
-    if device.type == "cuda":
-        return partial(torch._C._cuda_getCurrentStream, device.index)  # pyright: ignore
-    return partial(torch.accelerator.current_stream, device)
-
-
-def record(tensor: Tensor) -> None:
-    """Keep the tensor's memory, once it is free, until the present stream has done the work that it has now."""
-    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-
-
-def wait_for(stream: Any, device: torch.device) -> None:
-    """Let the present stream, not the host, wait for the work that another stream has now."""
-    other = cast(Any, torch).Stream(*stream) if isinstance(stream, tuple) else stream
-    torch.accelerator.current_stream(device).wait_stream(other)

@@ -9,13 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.backprop.backward import running
-from rowprop.backprop.foreign import prepare
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.pick import transformed
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.rows import RowSet, present_stream
-from rowprop.backprop.sliced import RowSlice, Zeros
+from rowprop.backprop.autograd.foreign import prepare
+from rowprop.backprop.autograd.rowgrad import RowGrad
+from rowprop.backprop.backward import running, transformed
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice
+from rowprop.backprop.rows.zeros import Zeros
+from rowprop.host import present_stream
 
 
 def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layout], RowSlice | None]) -> None:

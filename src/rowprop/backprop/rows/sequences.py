@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowprop.backprop.layout import Layout, Part, layout_of
-from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, check_readable, sliced_again, taken_once
+from rowprop.backprop.rows.layout import Layout, Part, layout_of
+from rowprop.backprop.rows.refusals import NeedsAllRows, check_readable
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import RowSlice, sliced_again, taken_once
 from rowprop.host import waits
 
 A_CALL = 4_000_000  # a kernel's call takes about the time of these FLOPs: fewer that only pad or are masked cost less

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from rowprop.backprop.autograd.foreign import prepare, upstream
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.backward import outermost, running
-from rowprop.backprop.foreign import prepare, upstream
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rows.slice import RowSlice
 from rowprop.backprop.rules.functions import NodeWith
 from rowprop.backprop.rules.registry import function_rule
-from rowprop.backprop.sliced import RowSlice
 
 
 def enters_checkpoint(tensor: Tensor) -> bool:

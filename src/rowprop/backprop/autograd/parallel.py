@@ -18,12 +18,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.backward import outer
-from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.rows import RowSet, check_readable
+from rowprop.backprop.rows.refusals import NeedsAllRows, check_readable
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import Densify, RowSlice
 from rowprop.backprop.rules.functions import own_backward
 from rowprop.backprop.rules.registry import function_rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice
 from rowprop.errors import InvalidInput
 
 

@@ -19,12 +19,17 @@ from torch import Tensor
 
 from rowprop import native
 from rowprop.backprop import watch
+from rowprop.backprop.autograd.streams import bring
 from rowprop.backprop.backward import node_name, unpacks
-from rowprop.backprop.recorder import Recorder, derived, layout_of, numbers
+from rowprop.backprop.recorder import Recorder, derived
+from rowprop.backprop.rows.layout import Layout
+from rowprop.backprop.rows.refusals import NO_RULE, NeedsAllRows
+from rowprop.backprop.rows.rows import RowSet
+from rowprop.backprop.rows.slice import Densify, RowSlice, whole_rows
+from rowprop.backprop.rows.zeros import Lent, Zeros
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
 from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, Op, op_name
-from rowprop.backprop.sliced import NO_RULE, Densify, Lent, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
 from rowprop.backprop.watch import note, note_densified
 
 _make: Any = cast(Any, Tensor)._make_wrapper_subclass
@@ -49,7 +54,7 @@ class RowGrad(Tensor):
         if native.extension is not None and type(sliced) is RowSlice and sliced.order is None:
             rows = sliced.rows.native
             if rows is not None and type(sliced.values) is Tensor:
-                return native.extension.make(sliced.values, sliced.rows, rows, numbers(sliced.layout), sliced.shape)
+                return native.extension.make(sliced.values, sliced.rows, rows, sliced.layout.numbers(), sliced.shape)
         return cls.in_python(sliced)
 
     @classmethod
@@ -69,7 +74,7 @@ class RowGrad(Tensor):
         """What the extension holds, once Python asks for it."""
         if name == "sliced":
             values, rows, layout, stream = native.extension.payload(self)
-            self.sliced = RowSlice(values, rows, layout_of(layout), self.shape)
+            self.sliced = RowSlice(values, rows, Layout.of_numbers(layout), self.shape)
             if rows.streams is not None:
                 self.made = rows, (stream, *rows.stream()[1:])
         elif name in ("viewed", "in_order"):

@@ -45,6 +45,19 @@ class Layout:
     minor: tuple[Part, ...] = ()
     _parts: tuple[Part, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Layout:
+        """The layout of these :meth:`numbers`."""
+        dim, num_rows, outer, inner, *rest = numbers
+        return cls(dim, num_rows, outer, inner, tuple(Part(*rest[at : at + 4]) for at in range(0, len(rest), 4)))
+
+    def numbers(self) -> list[int]:
+        """This layout as the extension holds it."""
+        found = [self.dim, self.num_rows, self.outer, self.inner]
+        for part in self.minor:
+            found += [part.dim, part.size, part.outer, part.inner]
+        return found
+
     @property
     def parts(self) -> tuple[Part, ...]:
         """All parts of the rows' index, from the slowest to the fastest."""
