@@ -1,12 +1,12 @@
-"""Take rows of a batch, whatever it is made of.
+"""Take rows of a batch of any structure.
 
 A batch may be a tensor, or tuples, lists, named tuples, mappings (also Hugging Face's encodings and model outputs),
 dataclasses and TensorDicts of tensors, nested. Tensors and arrays with dimensions hold rows, and their first dimension
-must be N; so do lists and tuples of length N without any tensor inside (texts, ids). All else is the same for all rows.
+must be N; so do lists and tuples of length N without any tensor inside (texts, ids). The rest is shared by all rows.
 
 A list or tuple of N *records* has N rows: mappings with the same keys, or dataclasses of one type, with tensors of any
-shape in them. Beside it, a list or tuple of N tensors has a tensor for each row, as the images of detectors. If another
-tensor contradicts that, the records are columns like any other container.
+shape in them. Next to records, a list or tuple of N tensors has one tensor per row, as a detector's images. If another
+tensor contradicts N, the records are treated as columns, like any other container.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rowprop.errors import InvalidInput
 def num_rows(batch: object) -> int:
     """Count the rows of a batch: N, the number of its records, or the first dimension that all its tensors share.
 
-    A batch without a tensor that has a dimension is refused, and one in which two of them disagree.
+    Raises InvalidInput if no tensor has a dimension, or if two disagree.
     """
     return next(iter(possible_sizes(batch)))
 
 
 def possible_sizes(batch: object) -> dict[int, bool]:
-    """Each N that a batch may have, and whether it counts records; two where records may also be columns."""
+    """Each possible N of a batch, and whether it counts records; two entries if records may also be columns."""
     found: dict[int, bool] = {}
     records = next((len(cast("Sequence[Any]", entry)) for entry in _walk(batch) if _are_records(entry)), None)
     if records is not None and all(size == records for _, size in _sizes(batch, "batch", records)):
@@ -62,9 +62,9 @@ def _shared_size(batch: object) -> int:
 
 
 def take(batch: Any, rows: Tensor, size: int | None = None) -> Any:
-    """Take some rows of a batch, in the given order, and leave the batch itself alone.
+    """Take some rows of a batch, in the given order; the batch is not changed.
 
-    It costs one gather per tensor; a copy of ``rows`` to the host only for lists, arrays and tensors that live there.
+    Costs one gather per tensor. ``rows`` are copied to the host only for lists, arrays and tensors on the CPU.
 
     The batch is a tensor or nested containers of tensors, as in the module's text; ``rows`` are indices, ``(K,)``,
     int64, on any device. The same kind of batch comes back, with K rows; entries that hold no rows are shared. Other

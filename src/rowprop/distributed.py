@@ -182,7 +182,7 @@ class Local(Ranks):
 
 
 def alone(chosen: Selection) -> Share:
-    """The share of a process that selects by itself."""
+    """The share of a process that selects alone."""
     return Share(chosen, (chosen.num_kept,), chosen.even)
 
 
@@ -190,7 +190,7 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
     """Mean over the kept rows of all ranks, as each rank has to return it: ``sum(kept) * W / K``.
 
     For rows chosen by hand: ``rowprop.distributed.mean(rowprop.pick(losses, rows)).backward()``. Every rank must call,
-    also one that kept no row. It costs one all-reduce of one number, for which the host does not wait.
+    also one that kept no row. It costs one all-reduce of one number, without a sync.
 
     ``kept`` are the losses of this rank's kept rows, ``(K_r,)``, K_r >= 0, and ``group`` is as for :class:`Global`. It
     returns a scalar, at least float32, with a graph; zero where no rank kept a row.
@@ -205,7 +205,7 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
         raise InvalidInput(f"mean got {described(kept)} but {needed}")
     check_group("mean", group)
     process = process_group(group)
-    total = torch.full((), kept.numel(), device=kept.device)  # torch.tensor would copy it, and wait
+    total = torch.full((), kept.numel(), device=kept.device)  # torch.tensor would copy and sync
     world = 1 if process is None else dist.get_world_size(process)
     if process is not None:
         dist.all_reduce(total, group=process)
@@ -255,7 +255,7 @@ def averages_gradients(model: object) -> bool:
 
 
 def refuse_join(model: object) -> None:
-    """Refuse to go on where ranks may have run out of batches: they would not meet the collectives of a selection."""
+    """Refuse Join, in which a rank without batches would not call the collectives of a selection."""
     if getattr(getattr(model, "_join_config", None), "enable", False):
         why = "would wait for those without batches; give all ranks as many batches, or select without ranks."
         raise UnsupportedOperation(f"a selection across ranks inside Join {why}")

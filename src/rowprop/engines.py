@@ -2,9 +2,9 @@
 
 With F = forward, B = backward and k = the kept fraction, a step costs
 
-* ``masked``: F + B. Plain indexing; torch scatters zeros back to all rows. The oracle: slow and obviously right.
-* ``recompute``: F + k(F + B). The batch is scored without a graph, then the kept rows go forward again: with other
-  dropout masks, and with BatchNorm's statistics of the kept rows.
+* ``masked``: F + B. Plain indexing; torch scatters zeros back to all rows. The reference: slow and simple.
+* ``recompute``: F + k(F + B). The batch is scored without a graph, then the kept rows run forward again, with
+  other dropout masks and BatchNorm statistics of the kept rows.
 * ``sliced``: F + kB. One forward; :func:`rowprop.pick` carries the gradient of the kept rows only.
 """
 
@@ -46,7 +46,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Masked:
-    """Plain indexing: the oracle of the other engines."""
+    """Plain indexing: the reference for the other engines."""
 
     name: ClassVar[str] = "masked"
     one_forward: ClassVar[bool] = True
@@ -107,7 +107,7 @@ ENGINES = {engine.name: engine for engine in (Sliced, Recompute, Masked)}
 
 
 def engine_of(owner: str, value: object) -> Engine:
-    """The engine that a name or an object stands for; ``owner`` was given it."""
+    """The engine for a name or an object that ``owner`` was given."""
     if isinstance(value, str) and value in ENGINES:
         return ENGINES[value]()
     if not isinstance(value, Engine) or isinstance(value, type):
@@ -135,14 +135,14 @@ def uses_batch_statistics(model: object) -> bool:
 
 
 def policies_on(model: object, batchnorm: BatchNorm, attention: Attention = "exact") -> dict[str, str]:
-    """The engines whose gradient on this model is that of a policy and not plain indexing's, each with its policy."""
+    """The engines whose gradient on this model differs from plain indexing by policy, each with the reason."""
     policies = [POLICIES[batchnorm]] if batchnorm in POLICIES and uses_batch_statistics(model) else []
     policies += [f"attention='cut': {CUT}"] * (attention == "cut")
     return {"sliced": "; ".join(policies)} if policies else {}
 
 
 def second_forward_differs(*, drew: bool, batch_statistics: bool) -> str | None:
-    """Why ``recompute`` has another gradient than plain indexing, as a clause; None where it has not."""
+    """Why ``recompute`` has a different gradient than plain indexing, as a clause; None if it has the same."""
     parts = ["draws other dropout masks"] if drew else []
     parts += ["takes batch statistics from the kept rows only"] if batch_statistics else []
     return f"the second forward {' and '.join(parts)}" if parts else None

@@ -1,4 +1,4 @@
-"""The library's errors: one small tree, each a sentence that says the value, the need and the way out; a warning."""
+"""The library's errors and its warning. Messages say what came, what was needed and what to do."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class InvalidInput(RowpropError, ValueError):
 
 
 class UnsupportedOperation(RowpropError, RuntimeError):
-    """The operation asked for has no exact answer here, so it is refused instead of guessed."""
+    """The requested operation has no exact result here."""
 
 
 class RankFailed(RowpropError, RuntimeError):
-    """Another rank of the group could not do its part; its own error says why."""
+    """Another rank of the group failed; the error on that rank says why."""
 
 
 class MissingExtra(RowpropError, ImportError):
-    """An optional dependency is not installed; the message carries the pip line."""
+    """An optional dependency is not installed; the message has the pip command."""
 
 
 class TooSmall(UserWarning):
-    """The model of a step is too small to gain by slicing: a count on its graph says so, or a device that waits."""
+    """The model is too small to gain by slicing, by its counted work or because the device idles."""
 
 
 @contextmanager
 def foreign(failing: str) -> Generator[None]:
-    """Turn an error of other people's code in the block into one sentence, which begins with ``failing``."""
+    """Turn an error of user code in the block into one sentence, which begins with ``failing``."""
     try:
         yield
     except (RowpropError, KeyboardInterrupt):
@@ -50,14 +50,14 @@ def foreign(failing: str) -> Generator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error of other people's code in one line: its type, its message, and its place in their code."""
+    """An error of user code in one line: its type, its message, and the line that raised it."""
     message = next(iter(str(error).splitlines()), "")
     line, place = f"{type(error).__name__}: {message}".rstrip(": ."), place_of(error)
     return line if place is None else f"{line} ({place})"
 
 
 def place_of(error: BaseException) -> str | None:
-    """The innermost ``file:line`` of the user's own or else of an installed package, else the module that ran."""
+    """The innermost ``file:line`` in the user's code, else in an installed package, else the module that ran."""
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     for kind in ("own", "installed"):
         for frame, line in frames:
@@ -70,14 +70,14 @@ def place_of(error: BaseException) -> str | None:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether rowprop itself raised an error that it should not: no sentence of its own, no code of others below it."""
+    """Whether the error is a bug in rowprop: not a RowpropError, and the innermost frame is rowprop's."""
     if isinstance(error, (RowpropError, MemoryError)) or any(text in str(error) for text in _MACHINE):
         return False
     innermost = next(reversed(list(traceback.walk_tb(error.__traceback__))), None)
     return innermost is not None and _kind(innermost[0].f_code.co_filename) == "rowprop"
 
 
-_MACHINE = ("out of memory", "can't allocate memory", "CUDA error", "No space left on device")  # words of the machine
+_MACHINE = ("out of memory", "can't allocate memory", "CUDA error", "No space left on device")  # out of resources
 _TOOLS = ("torch", "typer", "click", "rich")
 LAB = Path(__file__).parents[2] / "lab" / "rowprop_lab"  # only a checkout has it
 

@@ -1,4 +1,4 @@
-"""Write a file whole or not at all, or say in one sentence why it cannot be written."""
+"""Write a file atomically, or raise a one-sentence error that says why it cannot be written."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rowprop.errors import InvalidInput
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, and the folders above it, so that it is there whole or as it was before.
+    """Write a file atomically, and create its folders.
 
-    A draft beside it, ``.XXXXXXXX.draft``, which a killed process may leave, takes its name once it is on the disk. Of
-    a link the file it leads to is replaced. A device or a pipe, such as ``/dev/stdout``, is written straight away.
+    The content goes to a draft, ``.XXXXXXXX.draft``, which is renamed once it is on the disk; a killed process may
+    leave it behind. The target of a link is replaced. A device or pipe, such as ``/dev/stdout``, is written directly.
     """
     try:
         if path.exists() and not path.is_file():
@@ -24,7 +24,7 @@ def write_whole(path: Path, content: bytes) -> None:
             return
         target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f".{uuid4().hex[:8]}.draft")  # a name of its own: others may write the same file
+        draft = target.with_name(f".{uuid4().hex[:8]}.draft")  # a unique name: others may write the same file
         try:
             with draft.open("xb") as file:
                 file.write(content)

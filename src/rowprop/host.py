@@ -1,6 +1,6 @@
-"""The host beside an accelerator, which works on after a call has returned: what may be read, and the clock.
+"""The host and an accelerator that runs asynchronously: which values can be read, and timing.
 
-A read of values makes the host wait for the device, which then waits for its next call: who can do without, does.
+Reading values syncs with the device, which then idles until the next call. Code avoids it where possible.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 HOST = ("cpu", "meta")  # the kinds of devices on which a call returns when its work is done
-READ_AT_ONCE = {"cpu"}  # those whose values are there then; tests empty it: each part then acts as on a GPU
+READ_AT_ONCE = {"cpu"}  # devices whose values can be read without a sync; tests empty it to act as on a GPU
 
 
 def waits(where: Tensor | torch.device) -> bool:
-    """Whether the host waits for the device when it reads values of this tensor, or of tensors on this device."""
+    """Whether reading values of this tensor, or of tensors on this device, syncs with the device."""
     return (where.device if isinstance(where, Tensor) else where).type not in READ_AT_ONCE
 
 
@@ -48,7 +48,7 @@ def timed(seconds: dict[str, float] | None, phase: str) -> Generator[None]:
 
 
 def mark(device: torch.device) -> Any:
-    """Note the time: on an accelerator as an event in its queue, for which nobody waits."""
+    """Record the time; on an accelerator as an event in its queue, without a sync."""
     if device.type in HOST:
         return time.perf_counter()
     module = torch.get_device_module(device)
@@ -58,7 +58,7 @@ def mark(device: torch.device) -> Any:
 
 
 def reach(noted: Any) -> None:
-    """Wait until the device has come to a mark, and what was sent to the host before it is there."""
+    """Wait until the device has reached a mark, so that earlier copies to the host are complete."""
     if not isinstance(noted, float):
         noted.synchronize()
 

@@ -13,7 +13,7 @@ def on_first_use(
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """A package's ``__all__``, ``__getattr__`` and ``__dir__``, which import a name or a module at its first use.
 
-    ``names``, separated by spaces, are by the module of the package that holds them. The package becomes their
+    ``names`` maps each module of the package to its names, separated by spaces. The package becomes their
     ``__module__``, so that tracebacks and reprs show the names that users import.
     """
     homes = {name: f"{package}.{module}" for module, listed in names.items() for name in listed.split()}
@@ -35,9 +35,9 @@ def on_first_use(
 
 
 class Metadata:
-    """Has importlib.metadata find a package that lies on the path and is not installed: its name and its entry points.
+    """Lets importlib.metadata find a package that is on the path but not installed, with its entry points.
 
-    An object of ``sys.meta_path``, which finds no module. Where the package is installed, that comes first.
+    An object for ``sys.meta_path`` that finds no modules. An installed package takes precedence.
     """
 
     def __init__(self, package: str, entry_points: str) -> None:
@@ -49,7 +49,7 @@ class Metadata:
 
     def find_distributions(self, context: Any) -> list[Any]:
         """The package, if it is asked for."""
-        from importlib.metadata import Distribution  # only here: it takes longer than all else that is imported
+        from importlib.metadata import Distribution  # only here: this import is slow
 
         def read_text(_: Any, filename: str) -> str | None:
             return self.files.get(filename)
@@ -59,7 +59,7 @@ class Metadata:
 
 
 def offer_backend(package: str, home: str) -> None:
-    """Have ``torch.compile(backend=package)`` find ``home``, as ``"module:name"``, also where nothing is installed.
+    """Register ``home``, ``"module:name"``, as ``torch.compile(backend=package)``, also if nothing is installed.
 
     Torch looks for entry points when a backend is first asked for by its name, so it is not imported here.
     """

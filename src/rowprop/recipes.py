@@ -57,7 +57,7 @@ def ohem(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.25, **options: Any) 
 
 
 def random(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.5, **options: Any) -> SelectiveBackprop:
-    """Random rows: the control that every method has to beat at the same keep; random tokens with ``unit="token"``.
+    """Random rows: the baseline that every method has to beat at the same keep; random tokens with ``unit="token"``.
 
     Unbiased. Source: Balles et al., 2023, arXiv:2312.05021: no selection by loss or gradient beat it consistently.
     """
@@ -84,8 +84,8 @@ def composer(
     Args:
         start: Fraction of the training at which selection begins; default 0.5.
         end: Fraction at which it ends; default 0.9.
-        interrupt: Every how many batches one is trained whole, by each call's ``batch_index`` in the original; 0 for
-            never; default 2.
+        interrupt: Every ``interrupt``-th batch is trained on all rows, counted by ``batch_index`` as in the
+            original; 0 for never; default 2.
         scale_factor: Side of the images that are scored, as a fraction. Default 1: the losses of the training forward
             are the scores. Below 1 the engine is ``recompute``, unless another is named.
     """

@@ -224,7 +224,7 @@ def margin(logits: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tens
 
 @torch.no_grad()
 def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """How undecided the model is, in nats, whatever the targets say: in [0, ``log(C)``].
+    """The entropy of the predicted classes, in nats, in [0, ``log(C)``]; targets are not used.
 
     Args:
         logits: Shape ``(N, C)`` or ``(N, C, ...)``; see :func:`gradient_norm`.
@@ -256,7 +256,7 @@ def _classes(name: str, logits: Tensor, targets: Tensor, ignore_index: int) -> t
         raise _misfit(name, logits, targets, tuple(shape), "targets")
     counted = targets != ignore_index
     classes = torch.where(counted, targets, 0).long()
-    if not waits(classes):  # elsewhere torch's own assertion says so, and nobody waits
+    if not waits(classes):  # elsewhere torch asserts this on the device, without a sync
         outside = (classes < 0) | (classes >= logits.shape[1])
         if bool(outside.any()):
             needed = f"classes 0 to {logits.shape[1] - 1} were needed, or ignore_index={ignore_index}."
@@ -265,7 +265,7 @@ def _classes(name: str, logits: Tensor, targets: Tensor, ignore_index: int) -> t
 
 
 def _misfit(name: str, logits: Tensor, other: Tensor, shape: tuple[object, ...], what: str) -> InvalidInput:
-    wanted = str(shape).replace("'", "")  # a size without a number is a letter
+    wanted = str(shape).replace("'", "")  # an unknown size is shown as a letter
     needed = f"for logits of shape {tuple(logits.shape)} but shape {wanted} was needed"
     remedy = "the classes are the logits' dimension 1, so tokens come as `logits.transpose(1, 2)`."
     return InvalidInput(f"{name} got {described(other, what)} {needed}; {remedy}")
@@ -274,7 +274,7 @@ def _misfit(name: str, logits: Tensor, other: Tensor, shape: tuple[object, ...],
 def score_without_graph(
     function: Callable[[Any, Any], Tensor], model: Any, batch: Any, *, mode: Literal["train", "eval"] = "train"
 ) -> Tensor:
-    """Run ``function(model, batch)`` without a graph and leave the model and the random state as found.
+    """Run ``function(model, batch)`` without a graph, and restore the model and the random state.
 
     Modes, buffers and the random state of the CPU and of the accelerators involved are put back: the next forward draws
     the dropout masks that it would have drawn anyway, and running statistics move once per step. Only an ``nn.Module``

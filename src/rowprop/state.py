@@ -1,4 +1,4 @@
-"""Putting back the state that a look must not change: random state, buffers, modes, gradients and parameters."""
+"""Restore state that a measurement must not change: random state, buffers, modes, gradients and parameters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def modes_kept(modules: list[nn.Module]) -> Generator[None]:
 
 @contextmanager
 def evaluating(modules: list[nn.Module]) -> Generator[None]:
-    """Have ``modules`` in evaluation mode inside the block."""
+    """Put ``modules`` in evaluation mode inside the block."""
     with modes_kept(modules):
         for module in modules:
             module.training = False
@@ -72,7 +72,7 @@ def backward_undone(model: nn.Module, batch: object) -> Generator[None]:
 
 @contextmanager
 def step_undone(model: nn.Module, batch: object) -> Generator[dict[Tensor, Tensor]]:
-    """As :func:`backward_undone`, and the parameters' values, of which it yields a copy."""
+    """As :func:`backward_undone`; also restores the parameters' values, and yields a copy of them."""
     values: dict[Tensor, Tensor] = {p: p.detach().clone() for p in model.parameters()}
     with backward_undone(model, batch):
         try:
@@ -84,7 +84,7 @@ def step_undone(model: nn.Module, batch: object) -> Generator[dict[Tensor, Tenso
 
 
 def device_of(model: object, batch: object) -> torch.device | None:
-    """Where the model computes, as far as can be seen; None where nothing says."""
+    """The device of the model's parameters or else of the batch; None if neither has tensors."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     return next((tensor.device for tensor in chain(parameters, tensors(batch))), None)
 

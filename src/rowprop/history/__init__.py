@@ -1,4 +1,4 @@
-"""The memory of a training: the losses of each row, by row id, and the parts that use them."""
+"""The loss history of a training, by row id, and the parts that use it."""
 
 from __future__ import annotations
 

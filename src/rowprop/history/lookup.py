@@ -1,4 +1,4 @@
-"""Parts of a step that look losses up by row id: those of a holdout model, and the remembered ones."""
+"""Parts of a step that look up losses by row id: losses of a holdout model, and stored losses."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ReducibleLoss(Around):
             some = f"{int(unknown.sum())} of {unknown.numel()} {'rows' if len(places) == 1 else 'tokens'}"
             needed = "one of each was needed; run holdout_losses over all rows of the data."
             raise InvalidInput(f"ReducibleLoss has no irreducible loss of {some} (the first has {where}) but {needed}")
-        # To an accelerator without waiting for it; the other way must wait.
+        # A copy to an accelerator needs no sync; a copy to the host does.
         known = known.to(scores.device, scores.dtype, non_blocking=waits(scores))
         return asked(self.selector, scores - known, context)
 
@@ -179,7 +179,7 @@ class StaleScorer:
         scores = history.losses_of(ids)
         stale = scores.isnan() | (history.age_of(ids) + 1 >= self.staleness)
         rows = stale.nonzero().squeeze(1)
-        if rows.numel() == 0 and averages_gradients(model):  # the forward of another rank would wait for this one's
+        if rows.numel() == 0 and averages_gradients(model):  # other ranks run a forward, and all must
             rows = rows.new_zeros(1)
         if rows.numel() == 1 and scores.numel() > 1:
             rows = torch.cat([rows, (rows + 1) % scores.numel()]).sort().values

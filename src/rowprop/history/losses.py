@@ -28,7 +28,7 @@ from rowprop.scoring import described
 
 Row = TypeVar("Row")
 
-# The columns, one entry per row: name, dtype, and the value for a row that nobody has met.
+# The columns, one entry per row: name, dtype, and the value for an unseen row.
 _COLUMNS: dict[str, tuple[torch.dtype, float]] = {
     "loss": (torch.float32, torch.nan),
     "weight": (torch.float32, 1),
@@ -283,7 +283,7 @@ def _merged(
     first = all_of(torch.where(newest, -rank, -dist.get_world_size(process)), top)
     count = mine["shared"] + all_of(mine["count"] - mine["shared"], total)
     merged = {"stamp": stamp, "age": age, "count": count, "shared": count}
-    # One number and zeros beside it: the sum has its very bits.
+    # Summing one value with zeros is exact.
     merged["loss"] = all_of(torch.where(first == -rank, mine["loss"], 0), total)
     return merged, int(all_of(torch.tensor(updates), top))
 

@@ -1,4 +1,4 @@
-"""Any engine against ``masked``, the oracle, on the user's own model and batch."""
+"""Compare an engine with the reference, ``masked``, on the user's model and batch."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def verify(
     tolerance: float | None = None,
     tick: Tick | None = None,
 ) -> Verification:
-    """Check an engine's gradients against the oracle's on your own model and batch.
+    """Check an engine's gradients against the reference on your own model and batch.
 
     Runs whole training steps of :class:`rowprop.SelectiveBackprop` without an optimizer, each from the random state,
-    buffers and modes as they are found. The oracle is the engine ``masked``: plain indexing, ``losses[rows]``. Some
+    buffers and modes as they are found. The reference is the engine ``masked``: plain indexing, ``losses[rows]``. Some
     differences are documented: training BatchNorm that is projected over the kept rows, keys and values of tokens that
     are not kept under ``attention="cut"``, dropout and training BatchNorm under ``recompute``. Where such an engine
     differs, verify compares again without the documented difference, so that it cannot hide a wrong rule.
@@ -69,13 +69,13 @@ def verify(
         unit: ``"row"`` (default) or ``"token"``: losses of any shape, whose tokens count as rows in ``keep``, ``rows``,
             N and K.
         seed: Seed of the random rows. Default 0.
-        tolerance: Largest relative error that counts as agreeing, unless the oracle's own rounding is more than a tenth
+        tolerance: Largest relative error that counts as agreeing, unless the reference's rounding is more than a tenth
             of it. Default None, by the coarsest dtype in the backward: 1e-10 in float64, 1e-5 in float32, 1e-2 in
             float16 and where CUDA may use TF32, 5e-2 in bfloat16.
         tick: Called before each step with a line on the step and the fraction of all work done. Default None.
 
     Returns:
-        A :class:`~rowprop.oracle.Verification`; ``print(result)`` and ``result.agrees`` are the short of it.
+        A :class:`~rowprop.oracle.Verification`; ``print(result)`` and ``result.agrees`` are the summary.
 
     Raises:
         InvalidInput: An argument is out of its range; all rows are kept, which leaves nothing to check; no parameter
@@ -114,7 +114,7 @@ def verify(
     bench = Bench(model, batch, losses_fn, _selector(keep, rows, seed), unit, tick)
     oracle = bench.run(Masked())
     blocking: dict[str, Tensor] = {}
-    if zero_gradients(oracle):  # all parameters that are zero, and plain tensors, so that they can be drawn
+    if zero_gradients(oracle):  # all zero parameters that are plain tensors, so that they can be drawn
         plain = {name: p.detach() for name, p in model.named_parameters() if type(p) is nn.Parameter}
         dense = {name: p for name, p in plain.items() if p.layout == torch.strided and p.numel()}
         blocking = {name: p for name, p in dense.items() if not bool(p.any())}
@@ -122,7 +122,7 @@ def verify(
         if blocking:
             oracle = bench.run(Masked())
         limit = usual_tolerance(oracle.dtype, bench.devices) if tolerance is None else tolerance
-        # A factor that is no power of two: the same gradient with other roundings.
+        # The same gradient with different rounding: the factor is no power of two.
         again = bench.run(Masked(), backward=lambda _: count_flops(), scale=1 / 3)
         yardstick = Yardstick.measured(oracle, again, limit)
         found = bench.run(checked)
@@ -173,7 +173,7 @@ def _selector(keep: float, rows: Tensor | None, seed: int) -> Selector:
 
 @contextmanager
 def _drawn(parameters: Sequence[Tensor]) -> Generator[None]:
-    """Draw these anew, the same every time and apart from torch's random state, and put them back at the end."""
+    """Redraw these, the same every time and independent of torch's random state; restore them at the end."""
     before = [p.clone() for p in parameters]
     generator = torch.Generator().manual_seed(0)
     try:

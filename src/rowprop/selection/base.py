@@ -43,7 +43,7 @@ _FIELDS: dict[str, str] = {  # the kind of each, and how a call gets it
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """All that a selector or a scorer may look at beside its first argument; a step makes it for each call.
+    """What a selector or a scorer may use besides its first argument; a step makes one for each call.
 
     Args:
         progress: Fraction of the training that is done, in [0, 1].
@@ -78,7 +78,7 @@ class Context:
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """The known fields that have a number for each row, by name."""
+        """The known fields with one number per row, by name."""
         columns = {"ids": self.ids, "classes": self.classes, "positions": self.positions}
         return {name: values for name, values in columns.items() if values is not None}
 
@@ -123,7 +123,7 @@ class Selection:
     """The kept rows of a batch, and how much each row counts.
 
     The selected loss is ``(losses[rows] * weights).sum()``. It is checked where it is made; on CUDA and in a compiled
-    function by a device-side assertion, for which nobody waits.
+    function by a device-side assertion, without a sync.
 
     Args:
         rows: Kept rows, shape ``(K,)``, int64, ascending and without repeats, ``0 <= K <= N``.
@@ -177,24 +177,24 @@ class Selection:
     ) -> Selection:
         """Keep all N rows, each with weight ``1/N``."""
         check_whole("Selection.everything", "num_rows", num_rows, 0)
-        if num_rows >= 2**60:  # torch has no bytes to count for so many indices
+        if num_rows >= 2**60:  # the size in bytes overflows in torch
             raise wrong("Selection.everything", "num_rows", num_rows, "a whole number below 2**60 was needed.")
         rows = torch.arange(num_rows, device=checked_device("Selection.everything", device))
         return cls(rows, _even(rows, dtype), num_rows, even=True, unbiased=True)
 
     @property
     def num_kept(self) -> int:
-        """K, known without asking the device."""
+        """K, known without a sync."""
         return self.rows.numel()
 
     @property
     def is_everything(self) -> bool:
-        """Whether no row was dropped (rows are unique and ascending, so K = N says it all)."""
+        """Whether no row was dropped (rows are unique, so K = N is enough)."""
         return self.num_kept == self.num_rows
 
 
 def unread(rows: Tensor, weights: Tensor, num_rows: int, *, even: bool = False, unbiased: bool = False) -> Selection:
-    """Make a selection that is right by construction, so that nobody has to read its numbers."""
+    """Make a selection that is valid by construction, without checking its numbers."""
     selection = object.__new__(Selection)
     values = {"rows": rows, "weights": weights, "num_rows": num_rows, "even": even, "unbiased": unbiased}
     for name, value in values.items():
@@ -219,7 +219,7 @@ def _check_numbers(selection: Selection) -> None:
         return
     ascending = (rows[1:] > rows[:-1]).all()
     right = ascending & (rows[0] >= 0) & (rows[-1] < num_rows) & weights.isfinite().all()
-    if selection.even:  # 1/K, but for the rounding of the dtype
+    if selection.even:  # 1/K, except for rounding
         right = right & ((weights * weights.numel() - 1).abs() <= 2 * torch.finfo(weights.dtype).eps).all()
     if rows.device.type == "cuda" or torch.compiler.is_compiling():
         message = "rowprop.Selection needs ascending rows in range, none of them twice, and finite weights, 1/K if even"
@@ -229,7 +229,7 @@ def _check_numbers(selection: Selection) -> None:
 
 
 def _flaw(rows: Tensor, weights: Tensor, num_rows: int) -> str:
-    """The first number that is not as promised, and how to mend it."""
+    """The first invalid number, and how to fix it."""
     listed = cast("list[int]", cast("Any", rows).tolist())
     for before, row in itertools.pairwise([-1, *listed]):
         if not before < row < num_rows:
@@ -245,7 +245,7 @@ def _flaw(rows: Tensor, weights: Tensor, num_rows: int) -> str:
 class Selector(Protocol):
     """Decides which rows are kept, from one score per row and the context of the call; any such function is one.
 
-    One that remembers something is :class:`Stateful`; one that knows its fraction beforehand may be :class:`KnownKeep`.
+    A selector with state is :class:`Stateful`; one that knows its fraction beforehand may be :class:`KnownKeep`.
     """
 
     def __call__(self, scores: Tensor, context: Context, /) -> Selection:
@@ -255,7 +255,7 @@ class Selector(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part that remembers something from one step to the next."""
+    """A part that keeps state from one step to the next."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next call depends on."""
@@ -268,7 +268,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class KnownKeep(Protocol):
-    """A selector that knows before any score which fraction of the rows it keeps."""
+    """A selector that knows before scoring which fraction of the rows it keeps."""
 
     def keep_at(self, context: Context, /) -> float | None:
         """Return the fraction, in (0, 1], None where the scores decide; a batch that is kept whole is not scored."""
@@ -276,7 +276,7 @@ class KnownKeep(Protocol):
 
 
 def keep_of(selector: object, context: Context) -> float | None:
-    """The fraction that a selector will keep, where it is known before any score."""
+    """The fraction that a selector will keep, if it is known before scoring."""
     return selector.keep_at(context) if isinstance(selector, KnownKeep) else None
 
 

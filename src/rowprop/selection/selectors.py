@@ -410,9 +410,9 @@ class PercentileSampling(Checked):
 
     def _choose(self, scores: Tensor, context: Context) -> Selection:
         dtype = weights_dtype(scores)
-        # NaN has no place in an order, and would mislead the search in it.
+        # NaN cannot be sorted, and would break the search.
         values = scores.to(dtype).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        sure = values == torch.inf  # nonfinite="keep" asks so for a row; such a score is no measure for the others
+        sure = values == torch.inf  # kept, as nonfinite="keep" asks, but not compared with other scores
         self._scores = torch.cat([self._scores.to(values), values[~sure]])[-self.recent :]
         below = torch.searchsorted(self._scores.sort().values, values)  # how many are strictly smaller
         chances = (below / max(1, self._scores.numel())).pow(float(self.beta)).clamp(min=self.floor)
@@ -439,7 +439,7 @@ class PercentileSampling(Checked):
 
 @dataclass(eq=False)
 class ImportanceSampling(Checked):
-    """Draw rows in proportion to their scores, with the weights that undo it: an unbiased gradient of less variance.
+    """Draw rows in proportion to their scores, with importance weights: an unbiased gradient of lower variance.
 
     ``M = max(1, ceil(keep * N))`` draws with replacement, row i with probability ``p_i = score_i / sum(scores)``; a row
     drawn c times is kept once, with weight ``c / (M N p_i)``. The variance is least for scores in proportion to the
@@ -481,7 +481,7 @@ class ImportanceSampling(Checked):
         num_rows, keep = scores.numel(), fraction_at("ImportanceSampling", "keep", self.keep, context)
         draws = count_kept(keep, num_rows)
         lots = torch.rand(draws, dtype=torch.float64, device=scores.device, generator=context.generator)
-        both = torch.cat([scores.double(), lots]).cpu()  # one wait for the device, not two
+        both = torch.cat([scores.double(), lots]).cpu()  # one sync, not two
         values, lots = on_host("ImportanceSampling", both[:num_rows]), both[num_rows:]
         if values.min() < 0:
             needed = "needs scores of at least 0; use RankSampling, which asks for their order only."
@@ -496,7 +496,7 @@ class ImportanceSampling(Checked):
             self.tau = self.smoothing * self.tau + (1 - self.smoothing) * tau
         if not by_score or total == 0:
             drawn = RandomRows(keep)(scores, context)
-            # The selection is not called even: a step must treat it alike whether the gate is open or not.
+            # even=False, so that a step treats the selection alike whether the gate is open or not.
             return unread(drawn.rows, drawn.weights, num_rows, unbiased=True)
         # The first row whose cumulated chance exceeds the lot: never one with chance 0.
         cumulated = chances.cumsum(0)
@@ -520,9 +520,9 @@ class ImportanceSampling(Checked):
 
 
 def _race(log_odds: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Draw ``count`` places of ``(N,)`` without replacement, odds ``exp(log_odds)``: the first of an exponential race.
+    """Draw ``count`` indices of ``(N,)`` without replacement, odds ``exp(log_odds)``, by an exponential race.
 
-    ``torch.multinomial`` has the same law but waits for the device to check its input.
+    ``torch.multinomial`` has the same distribution but syncs with the device to check its input.
     """
     arrival = torch.empty_like(log_odds).exponential_(generator=generator)
     return torch.topk(log_odds - arrival.log(), count).indices

@@ -1,4 +1,4 @@
-"""Selectors around a selector: in multiples, over all rows, class by class; its memory and its errors are handed on."""
+"""Selectors that wrap a selector: multiples, weights over all rows, per class. State and errors are passed on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rowprop.selection.selectors import Checked, hardest_first, mean_of, weights
 
 @dataclass(frozen=True)
 class Around(Checked):
-    """What all selectors around another share."""
+    """Base of the selectors that wrap another."""
 
     selector: Selector
 
@@ -25,15 +25,15 @@ class Around(Checked):
         check_selector(type(self).__name__, self.selector)
 
     def keep_at(self, context: Context) -> float | None:
-        """Return 1 where the selector inside keeps every row; else None, the count is another one than its own."""
+        """Return 1 if the wrapped selector keeps every row; else None, as the count differs from its count."""
         return 1.0 if keep_of(self.selector, context) == 1 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memory of the selector inside; nothing where it has none."""
+        """Return the state of the wrapped selector; empty if it has none."""
         return self.selector.state_dict() if isinstance(self.selector, Stateful) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the selector inside continue from ``state``."""
+        """Load ``state`` into the wrapped selector."""
         owner = f"{type(self).__name__}.load_state_dict"
         check_entries(owner, state, ())
         if isinstance(self.selector, Stateful):
@@ -76,7 +76,7 @@ class MultipleOf(Around):
 
 @dataclass(frozen=True)
 class OverAll(Around):
-    """Weigh each kept row ``1/N``, as in the mean over all rows: a row that is left out counts as nothing.
+    """Weight each kept row by ``1/N``, as in the mean over all rows; dropped rows count as zero.
 
     Biased: the step is the plain one less the gradient of the rows left out. Weights other than ``1/K`` are refused.
 

@@ -15,14 +15,14 @@ from rowprop.selection.base import Selection
 class Record:
     """The record of one step.
 
-    In a step with ``unit="token"`` a row is a token, and N is the number of tokens that count. The repr waits for the
-    device, to show the losses. :meth:`to_dict` is for loggers.
+    In a step with ``unit="token"`` a row is a token, and N is the number of tokens that count. The repr syncs with the
+    device to show the losses. :meth:`to_dict` is for loggers.
 
     Attributes:
         step: Number of the step, from 0.
         loss_all: Mean loss over all N rows, of all ranks where the selection spans ranks, 0-d, detached, at least
-            float32: the honest one to log. Over the finite rows under ``nonfinite="drop"``; NaN where nobody computed
-            them (``recompute`` with a scorer of its own), and where no token counts.
+            float32; log this one. Over the finite rows under ``nonfinite="drop"``; NaN where they were not computed
+            (``recompute`` with a separate scorer), and where no token counts.
         loss_kept: Mean loss over this process's kept rows, 0-d, detached, at least float32; NaN where it kept none.
         selection: The rows that contribute, with the factor of each in the returned loss. Of tokens: places among the
             flattened losses, so that ``rowprop.pick(losses, record.selection)`` takes them.
@@ -65,8 +65,8 @@ class Record:
 
         They are ``step``, ``loss_all``, ``loss_kept``, ``num_kept``, ``num_rows``, ``num_kept_all_ranks``,
         ``imbalance``, ``engine``, ``reason``, ``ready``, ``contributed``, and with ``timing=True`` ``score_s``,
-        ``forward_s`` and ``select_s``. A loss that nobody knows is NaN. The host waits for the device, to read the two
-        losses: call it in the steps that are logged.
+        ``forward_s`` and ``select_s``. An unknown loss is NaN. This syncs with the device to read the two losses: call
+        it only in the steps that are logged.
 
         Example:
             >>> losses_fn = lambda model, batch: model(batch).squeeze(1).square()
@@ -83,5 +83,5 @@ class Record:
 
     @property
     def imbalance(self) -> float:
-        """Largest count of kept rows over the mean of all ranks: how far one rank holds up the others; 0 for no row."""
+        """Largest count of kept rows over the mean of all ranks: 1 is balanced; 0 if no row is kept."""
         return max(self.kept_by_rank) * len(self.kept_by_rank) / max(1, sum(self.kept_by_rank))

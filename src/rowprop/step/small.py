@@ -1,7 +1,7 @@
-"""A word to who trains a model that is too small to gain by slicing.
+"""A warning for models that are too small to gain by slicing.
 
-On a CPU the graph's sizes tell it, and no clock. On an accelerator a clock does: is the device done with a backward as
-soon as the host has queued it?
+On a CPU this is decided from the sizes in the graph, without timing. On an accelerator it is timed: does the device
+finish a backward as soon as the host has queued it?
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rowprop.host import drained_s, has_streams, readable
 from rowprop.selection import Selection
 from rowprop.thinning.worth import COSTS, work_below
 
-FEW = 0.25  # who keeps more rows than this share is judged as at this share: a small model is told, not a large keep
-WATCHED, JUDGED = 10, 5  # backwards on an accelerator: the first ones load kernels, so the last five of ten are judged
+FEW = 0.25  # caps keep in the check, so that it warns about small models, not about a large keep
+WATCHED, JUDGED = 10, 5  # backwards on an accelerator; only the last count: the first ones load kernels
 _unasked = ContextVar("_unasked", default=False)
 _FILTER = "and the filter of this warning is rowprop.TooSmall."
 
@@ -31,14 +31,14 @@ _FILTER = "and the filter of this warning is rowprop.TooSmall."
 def warn_if_too_small(
     engine: Engine, losses: Tensor | None, selection: Selection, unit: str, loss: Tensor, at_once: list[bool]
 ) -> bool:
-    """Warn where the backward of all rows is less work than one of K rows with its Python at each op.
+    """Warn if the backward of all rows is less work than that of K rows with Python overhead at each op.
 
-    On a CPU the work is counted as for thinning (``thinning.worth``), at the speed of one core, in float32. On more
-    cores the products are faster and the Python is not, so a model too small for one core is too small there as well.
-    Where that says nothing, nothing is said: in other dtypes, and where a node cannot be looked into (custom functions,
-    compiled regions, recurrent kernels) or is slower than its FLOPs (grouped convolutions). On an accelerator see
-    :func:`_watch`. ``losses`` are of all rows, with their graph, and ``loss`` is the step's. Returns whether it is
-    settled; not if every row is trained, or none.
+    On a CPU the work is counted as for thinning (``thinning.worth``), at the speed of one core, in float32. More cores
+    speed up products but not Python, so a model too small for one core is also too small for more. There is no warning
+    for other dtypes, opaque nodes (custom functions, compiled regions, recurrent kernels), or grouped convolutions,
+    which are slower than their FLOPs suggest. For accelerators see :func:`_watch`. ``losses`` are the losses of all
+    rows, with their graph; ``loss`` is the step's. Returns whether the check is done; it is not if all or no rows are
+    trained.
     """
     if not isinstance(engine, Sliced) or _unasked.get():
         return True
@@ -71,10 +71,10 @@ def _warn(found: str) -> None:
 
 
 def _watch(loss: Tensor, at_once: list[bool]) -> None:
-    """Note at the end of this loss's backward whether the device had done it as soon as all was queued.
+    """Record whether the device finishes this loss's backward as soon as the host has queued it.
 
-    The host then waits for the device. "As soon as" means: in less than a twentieth of the time that it took the host
-    to queue the backward. A clock decides what is printed, and nothing else.
+    This syncs with the device at the end of the backward. "As soon as" means: in less than a twentieth of the time that
+    the host took to queue the backward. The timing decides only whether the warning is printed.
     """
     device = loss.device
 
@@ -92,7 +92,7 @@ def _watch(loss: Tensor, at_once: list[bool]) -> None:
 
 
 def _grouped(root: Any) -> bool:
-    """Whether a graph has a convolution in groups, whose kernels reach a fraction of the speed of others."""
+    """Whether a graph has a grouped convolution, whose kernels are several times slower."""
     ahead, seen = [root], set[Any]([None])
     while ahead:
         node = ahead.pop()
@@ -106,7 +106,7 @@ def _grouped(root: Any) -> bool:
 
 @contextmanager
 def unwarned() -> Generator[None]:
-    """Steps that do not look for it, and do not warn of BatchNorm: for what measures or compares them anyway."""
+    """Disable this check and BatchNorm's warning, for code that measures or compares steps."""
     before = _unasked.set(True)
     try:
         with warnings.catch_warnings():

@@ -18,12 +18,12 @@ from rowprop.selection.base import check_fits, unread
 
 
 class Tokens:
-    """The tokens of one call: they become a batch of rows, and what was selected among these becomes tokens again."""
+    """The tokens of one call: flattens them to a batch of rows, and maps a selection of rows back to tokens."""
 
     def __init__(self, counted: Tensor | None) -> None:
         self._counted = counted
         self._shape: torch.Size | None = None  # of the losses
-        self._on_host: Tensor | None = None  # the places of the tokens that count, among all; None without a mask
+        self._on_host: Tensor | None = None  # indices of the tokens that count, among all; None without a mask
         self._places: Tensor | None = None  # the same on the device of the losses
         if counted is None:
             return
@@ -32,7 +32,7 @@ class Tokens:
         if counted.dtype != torch.bool or not readable(counted):
             raise InvalidInput(f"counted came as {described(counted)} but {needed}")
         self._shape = counted.shape
-        self._counted = counted.to("cpu", non_blocking=True)  # from here on, so that nobody waits for the forward
+        self._counted = counted.to("cpu", non_blocking=True)  # now: reading it later will not sync
         self._arrived = mark(counted.device)
 
     def flat(self, name: str, returned: object, *, noun: str = "a tensor") -> Tensor:
@@ -45,7 +45,7 @@ class Tokens:
         return values.flatten()
 
     def counting(self, device: torch.device) -> Tensor | None:
-        """The places of the tokens that count, shape ``(N,)``, among the flattened ones; None without a mask."""
+        """The indices of the tokens that count among all, flattened, shape ``(N,)``; None without a mask."""
         if self._counted is not None:
             reach(self._arrived)
             places = self._counted.flatten().nonzero().squeeze(1)
@@ -67,7 +67,7 @@ class Tokens:
         return replace(context, **cast("Any", columns))
 
     def placed(self, selection: Selection) -> Selection:
-        """A selection among the tokens that count as one among all tokens, flattened; facts stay as they are."""
+        """Convert a selection among the tokens that count into one among all tokens, flattened."""
         if self._places is None:
             return selection
         rows, total = self._places[selection.rows], (self._shape or torch.Size()).numel()

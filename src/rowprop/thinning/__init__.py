@@ -1,4 +1,4 @@
-"""Thinning: rows leave the gradient at random on its way back, and it stays the full gradient in expectation."""
+"""Thinning: rows are dropped from the backward at random; the gradient equals the full one in expectation."""
 
 import typing as _typing
 

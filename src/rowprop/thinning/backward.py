@@ -1,4 +1,4 @@
-"""One backward of a thinned model: the gradient arrives at a block, some of its rows are drawn, and these go on."""
+"""One backward of a thinned model: at each block some rows of the gradient are drawn and passed on."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from rowprop.thinning.draw import added_variance, draw, floored, inclusion, vari
 from rowprop.thinning.drawn import Drawn, norms_of_rows
 from rowprop.thinning.worth import Worth
 
-MULTIPLE = 8  # a device's kernels are tuned per shape: there K is a multiple of this
-SUPPOSED = 0.75  # while no rows are drawn, a measurement supposes a draw of this share, or of a smaller one that is due
-# It supposes no smaller probability: a row of another forward of the backward may share it, and would outweigh all.
+MULTIPLE = 8  # on a device K is a multiple of this: kernels are tuned per shape
+SUPPOSED = 0.75  # largest share of rows in a hypothetical draw, measured while no rows are drawn
+# Smallest probability in a hypothetical draw. A row of another forward may get it, and would outweigh all others.
 RAREST = 0.01
 
 
 @dataclass(eq=False)
 class ThinnedBackward:
-    """A backward that runs, from the first gradient that comes to a block to its end, and what is measured in it."""
+    """One running backward, from the first gradient that reaches a block to the end, and its measurements."""
 
     control: Control
     worth: Worth
     uniform: Callable[[], float]  # draws a number from [0, 1)
-    late: bool = False  # the host would wait for numbers of the device
-    # For each forward the rows with which it came to the first block. Sequences are counted apart from the tokens that
-    # a gradient held above an attention, so the number of all rows of its kind stands beside.
+    late: bool = False  # reading numbers would sync with the device
+    # For each forward, the number of rows at the first block. The key also holds the total number of rows of that kind,
+    # which separates sequences from the tokens that a gradient had above an attention.
     rows: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     nonzero: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])  # ``keep`` is a share of it
     seen: dict[str, list[Seen]] = field(default_factory=dict[str, list[Seen]])
-    excess: Tensor | None = None  # for each row what a supposed draw adds, over the square of its gradient
-    predicted: list[Tensor] = field(default_factory=list[Tensor])  # for each block what it adds, and sum of squares
-    # For some rows the squared norms of their parts of the weight gradients, summed over these, (K,); apart for those
-    # before and after ``excess`` was set.
+    excess: Tensor | None = None  # for each row: added variance of a hypothetical draw over its squared norm
+    predicted: list[Tensor] = field(default_factory=list[Tensor])  # for each block: that variance, sum of squares
+    # For sets of rows, each row's squared weight gradient, summed over the weights, (K,). Entries from before and after
+    # ``excess`` was set are separate.
     squares: dict[tuple[RowSet, Tensor | None], Tensor] = field(default_factory=dict[Any, Tensor])
     hooks: list[Drawn] = field(default_factory=list[Drawn])  # of rows whose weight gradients are measured
     _weighed: bool = False
@@ -53,18 +53,18 @@ class ThinnedBackward:
         drawn = any(worth.draws(place) and control.share(place) < 1 for place in control.shares)
         self.measures_weights = not worth.pause and control.measures_weights(number, drawn)
         self.supposes = self.measures_weights and not drawn
-        often = worth.pause > 0 or not worth.idle  # rows are drawn, or a trial runs, which without numbers is in vain
+        often = worth.pause > 0 or not worth.idle  # rows are drawn, or a trial needs numbers
         self.measures_norms = self.measures_weights or control.measures_norms(number, often)
 
     def watch(self, rows: RowSet) -> None:
-        """Have the parts of the weight gradients measured that these rows, and all made of them, have below here."""
+        """Measure the weight gradients of these rows, and of all rows derived from them, below this point."""
         hook = rows.hook = cast("Drawn | None", rows.hook) or Drawn()
         if self.measure not in hook.measures:  # another handle may measure as well
             hook.measures.append(self.measure)
             self.hooks.append(hook)
 
     def choose(self, place: str, forward: int, g: RowSlice, mixes: bool) -> tuple[Tensor, Tensor] | None:
-        """The places (K,) and factors (K,) of the rows that go on from a block; None: all. A BatchNorm may mix them."""
+        """The indices (K,) and factors (K,) of the rows to pass on from a block; None: all. ``mixes``: BatchNorm."""
         norms = norms_of_rows(g)
         if mixes:
             norms = floored(norms)
@@ -77,7 +77,7 @@ class ThinnedBackward:
         elif self.worth.draws(place):
             of = arrived
             if self.control.keep is not None:
-                # A device alone knows how many are nonzero. If all norms are 0 they may have underflowed.
+                # Reading this count from a device would sync. If all norms are 0, they may have underflowed.
                 nonzero = 0 if self.late else int(norms.count_nonzero())
                 of = self._first(self.nonzero, (forward, g.rows.num_rows), nonzero or arrived)
             kept = min(arrived, count_of(share, of, MULTIPLE if self.late else 1))
@@ -92,7 +92,7 @@ class ThinnedBackward:
         return counts[key]
 
     def _suppose(self, norms: Tensor, share: float) -> None:
-        """Find what a draw of a share of the rows, made at the first block, would add."""
+        """Compute the variance that a draw of this share of the rows at the first block would add."""
         kept = count_of(share, norms.numel(), 1)
         if self.excess is None and kept < norms.numel():
             self.excess = inclusion(norms, kept).clamp(min=RAREST).reciprocal() - 1
@@ -101,19 +101,19 @@ class ThinnedBackward:
             self.predicted.append(torch.stack([(self.excess * squares).sum(), squares.sum()]))
 
     def measure(self, rows: RowSet, squares: Tensor) -> None:
-        """Take note of the squared norms of the rows' parts of a weight gradient, (K,)."""
+        """Record the squared norm of each row's part of a weight gradient, (K,)."""
         base, weights = rows.stands_for()
-        if base is rows or weights is not None:  # else nobody knows how the rows were multiplied
+        if base is rows or weights is not None:  # else the factors of the rows are unknown
             key = rows, self.excess
             self.squares[key] = self.squares[key] + squares if key in self.squares else squares
 
     def variances(self) -> Tensor:
-        """Of the gradient of all weights seen, the variance that the draws add, and that between batches, (2,)."""
+        """Variance of all measured weight gradients that the draws add, and the variance between batches, (2,)."""
         found: list[Tensor] = []
         for (rows, excess), of_rows in self.squares.items():
             squares, weights = of_rows.double(), rows.stands_for()[1]
             between, added = squares, torch.zeros_like(squares)
-            if weights is not None:  # a drawn row's gradient is as many times as large, and it stands for as many
+            if weights is not None:  # a drawn row's gradient is multiplied by its weight, and represents that many rows
                 between = squares / weights
                 added = squares - between
             elif excess is not None and excess.shape == squares.shape:
@@ -122,14 +122,14 @@ class ThinnedBackward:
         return torch.stack(found).sum(0)
 
     def end(self) -> None:
-        """Measure no more, and let go of the rows, whose hooks may hold this object."""
+        """Stop measuring and release the rows, whose hooks may reference this object."""
         for hook in self.hooks:
             hook.measures.clear()
         self.hooks.clear()
         self.squares.clear()
 
     def send(self) -> None:
-        """Have all numbers brought to the host, which does not wait for them."""
+        """Copy all numbers to the host without a sync."""
         found = [one.numbers for one in self._measured() if one.numbers is not None]
         self._weighed = bool(self.squares)
         if self._weighed:
@@ -140,7 +140,7 @@ class ThinnedBackward:
             self._sent = mark(numbers.device)
 
     def read(self) -> tuple[float, float, float] | None:
-        """Put the numbers where they belong; return what :meth:`Control.learn` takes of measured weight gradients."""
+        """Store the numbers; return the measurements of weight gradients that :meth:`Control.learn` takes."""
         reach(self._sent)
         numbers = iter([] if self._host is None else cast("list[float]", self._host.tolist()))
         for one in self._measured():

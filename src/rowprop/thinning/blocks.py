@@ -16,7 +16,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def blocks_of(model: nn.Module, blocks: object) -> dict[str, nn.Module]:
-    """The modules after which the gradient is thinned, by their names in the model; None for those that are found."""
+    """The modules after which the gradient is thinned, by name; ``blocks=None``: the repeated blocks of the model."""
     if blocks is None:
         if not (found := repeated_blocks(model)):
             repeat = "blocks that repeat (children of one class in a ModuleList or a Sequential)"

@@ -19,30 +19,30 @@ from torch import Tensor
 from rowprop.checks import check_whole, is_number, shown
 from rowprop.errors import InvalidInput
 
-RENEWED_AFTER = 8  # backwards after which the shares are renewed; in the beginning when as many have passed as before
-# Up to twice so many backwards the norms are measured in each, then for so many in half of them, for so many in a
-# third, and at the rarest in a fourth. This takes as long as a draw. The shares follow from ever more backwards, of
-# which about ten are measured.
+RENEWED_AFTER = 8  # backwards between two updates of the shares; early on, the interval doubles up to this
+# Norms are measured in each of the first 120 backwards, then in every second for 60, in every third for 60, and from
+# then on in every fourth. A measurement costs as much as a draw. The shares depend on ever more backwards, of which
+# about ten are measured.
 NORMS = 60, 4
-# The golden ratio's part behind the point: with its multiples, backwards are chosen evenly and in no fixed rhythm. A
-# loop may run several backwards in each step, over several losses, and all of these must come to be measured.
+# The fractional part of the golden ratio: its multiples choose backwards evenly but not periodically. A loop may run
+# several backwards in each step, for several losses, and each of these must be measured at times.
 SPREAD = 0.6180339887
-# The first backwards whose weight gradients are measured. A training changes most in its beginning. None is before the
-# first decision, so the gradients of a model in which no draw pays are the exact ones, bit for bit.
+# The first backwards whose weight gradients are measured: training changes most at the start. All come after the first
+# decision, so a model in which no draw pays gets bitwise exact gradients.
 FIRST = 2, 4, 8, 16
-EVERY, RARER = 20, 4  # afterwards one backward in so many; while no rows are drawn, one in so many times as many
-PRICES = 1e-4, 1e4  # between these times the allowed variance lies the price of a share, see _planned_apart
-AROUND = 0.2, 3.0  # the gradient at a block carries at least and at most this much of what the mean of all may carry
-REMEMBERED = 0.15, 64  # the shares follow from about this share of the backwards so far, and from no more than so many
-BIASES = 0.25, 4.0  # the bias stays between these
+EVERY, RARER = 20, 4  # then every 20th backward; every 80th while no rows are drawn
+PRICES = 1e-4, 1e4  # bounds of a share's price, as multiples of the allowed variance, see _planned_apart
+AROUND = 0.2, 3.0  # bounds of the variance at a block, as multiples of the allowed mean
+REMEMBERED = 0.15, 64  # the shares depend on about this share of all backwards so far, and at most this many
+BIASES = 0.25, 4.0  # bounds of the bias
 # Shares of the rows that arrive for which a block computes the variance that a draw would add.
 SHARES = (
     1, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5,
     0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01,
 )  # fmt: skip
 OWNER = "Thinning.load_state_dict"
-EACH = "*"  # in the form of a saved state: the form of all entries, whatever their names
-WIDEST = 64.0  # a factor that measurements tell stays between this and its reciprocal
+EACH = "*"  # in the form of a saved state: matches entries of any name
+WIDEST = 64.0  # a measured factor is clamped between this and its reciprocal
 
 
 @dataclass
@@ -50,35 +50,35 @@ class Seen:
     """One block in one backward."""
 
     arrived: int  # A, the rows of the gradient that arrived
-    kept: int  # K, the rows that went on
-    rows: int = 0  # with which the backward came to the first block of the same forward
+    kept: int  # K, the rows that were passed on
+    rows: int = 0  # number of rows at the first block of the same forward
     numbers: Tensor | None = None  # the sums below, on the device; None if they are not measured in this backward
     total: float = 0.0  # an estimate of the sum of norm^2 over the rows of the exact gradient
-    before: float = 0.0  # the variance that the blocks above had added, an estimate
+    before: float = 0.0  # an estimate of the variance that the blocks above added
     added: float = 0.0  # the variance that was added: the sum of (1 - p) / p * norm^2
     would: list[float] = field(default_factory=list[float])  # the variance that each of ``SHARES`` would have added
 
     def read(self, numbers: Iterator[float]) -> None:
-        """Take the sums, once they are on the host."""
+        """Store the sums from the host."""
         self.total, self.before, self.added, *self.would = islice(numbers, 3 + len(SHARES))
 
 
 @dataclass
 class _Share:
-    """The share of the rows that a block keeps, of those that arrive at it, and the sums that it follows from.
+    """The share of the arriving rows that a block keeps, and the sums that determine it.
 
-    Batches of a larger gradient count for more, as in the variances that are compared; but a time of larger gradients,
-    as the beginning of a training, does not.
+    Batches with larger gradients count more, as in the variances that are compared; a phase with larger gradients, such
+    as the start of training, does not.
     """
 
     keep: float = 1.0
-    # Since it was set, the sums of ``total``, ``before``, ``added`` and ``would``, and the same of the time before,
-    # over the sum of ``total`` then. The unit is the square of the gradient, so an overflow is left out.
+    # ``now``: sums of ``total``, ``before``, ``added`` and ``would`` since the last update. ``past``: the earlier sums,
+    # divided by their ``total``. The unit is the squared gradient; overflows are skipped.
     now: list[float] = field(default_factory=lambda: [0.0] * (3 + len(SHARES)))
     past: list[float] = field(default_factory=lambda: [0.0] * (3 + len(SHARES)))
 
     def fade(self, part: float) -> None:
-        """Let what was seen be a part of the past."""
+        """Merge ``now`` into ``past`` with this weight."""
         if self.now[0]:
             weight = part if self.past[0] else 1.0
             self.past = [a + weight * (b / self.now[0] - a) for a, b in zip(self.past, self.now, strict=True)]
@@ -89,23 +89,23 @@ class _Share:
 class Control:
     """Sets the shares of the blocks.
 
-    At every block the gradient may carry the same variance, as a share of the sum of norm^2 there: ``tau``, over the
-    correction. The variance that the blocks above have added counts, so a block below thins further only where its
-    gradient lies in fewer rows. So nearly all draws are at the top, where rows that leave save in all blocks below.
+    The allowed variance is the same at every block, relative to the sum of norm^2 there: ``tau / correction``. It
+    includes the variance added by the blocks above, so a lower block thins further only if fewer rows hold its
+    gradient. Nearly all draws are therefore at the top, where a dropped row saves work in all blocks below.
     """
 
-    keep: float | None  # the share of every block; None where the variance is steered
+    keep: float | None  # the share of every block; None: controlled by ``tau``
     tau: float  # the target: added variance of the gradient over its variance between batches
     unit: Literal["row", "token"] = "row"  # what is drawn
     begun: int = 0  # backwards that were begun
-    passes: int = 0  # backwards whose numbers were taken in
-    renewed: int = 0  # ``passes`` when the shares were set last
+    passes: int = 0  # backwards whose numbers were read
+    renewed: int = 0  # ``passes`` at the last update of the shares
     shares: dict[str, _Share] = field(default_factory=dict[str, _Share])  # of the blocks, from the input on
-    planned: float = 0.0  # what the gradient was to carry with these shares, the mean over the blocks
-    bias: float = 1.0  # what it carried over what was planned: less, where ever fewer rows hold the gradient
-    measured: int = 0  # measurements of weight gradients that the correction follows from
-    # The variance that draws added to the gradient of the weights, a mean over these that forgets, and the same as the
-    # norms predict it. Batches of a larger gradient count for more in both.
+    planned: float = 0.0  # planned variance with these shares, the mean over the blocks
+    bias: float = 1.0  # actual over planned variance; below 1 while ever fewer rows hold the gradient
+    measured: int = 0  # number of weight gradient measurements in the correction
+    # Moving averages of the variance that draws added to the weight gradients, as measured and as predicted from the
+    # norms. Batches with larger gradients count more in both.
     added: float = 0.0
     predicted: float = 0.0
 
@@ -115,9 +115,9 @@ class Control:
         return one_in(min(max(1, number // each), rarest) if often else rarest, number)
 
     def measures_weights(self, number: int, drawn: bool = True) -> bool:
-        """Whether the weight gradients are measured in this backward; it matters whether rows are ``drawn``."""
+        """Whether the weight gradients are measured in this backward; more rarely if no rows are ``drawn``."""
         every = EVERY * (1 if drawn else RARER)
-        steered = self.keep is None and self.unit == "row"  # a token's part in a row's weight gradient is not known
+        steered = self.keep is None and self.unit == "row"  # a token's part of the weight gradient is unknown
         return steered and (number in FIRST or (number > FIRST[-1] and one_in(every, number)))
 
     def counts(self, number: int) -> bool:
@@ -125,20 +125,20 @@ class Control:
         return self.keep is None and (number <= RENEWED_AFTER or one_in(RENEWED_AFTER, number))
 
     def share(self, place: str) -> float:
-        """The share of the rows that a block keeps, in (0, 1]: with ``keep`` of a backward's, else of the arriving."""
+        """The share of rows that a block keeps, in (0, 1]: of all rows with ``keep``, else of the arriving ones."""
         return self.keep if self.keep is not None else self.shares.setdefault(place, _Share()).keep
 
     @property
     def correction(self) -> float:
-        """The true ratio of the two variances in the parameters over the ratio predicted from the norms."""
+        """The measured variance ratio in the parameters over the ratio predicted from the norms."""
         return min(WIDEST, max(1 / WIDEST, self.added / self.predicted)) if self.predicted else 1.0
 
     def allowed(self) -> float:
-        """The variance that the gradient of any block may carry, as a share of the sum of norm^2 there."""
+        """The allowed variance of the gradient at a block, as a share of the sum of norm^2 there."""
         return self.tau / self.correction
 
     def update(self, seen: Mapping[str, list[Seen]]) -> bool:
-        """Take in what the blocks saw in one backward, in the order in which it came; whether the shares are new."""
+        """Add one backward's measurements, in the order of its blocks; returns whether the shares were updated."""
         self._sort(seen)
         self.passes += 1
         for place, found in seen.items():
@@ -153,8 +153,8 @@ class Control:
         return renews
 
     def _sort(self, places: Mapping[str, object]) -> None:
-        """Put the shares in the order from the input on, given the places in the order in which a gradient came."""
-        behind = defaultdict[str, list[str]](list)  # each of the others stays behind the place that it stood behind
+        """Order the shares from the input on, given the blocks in the order of a backward."""
+        behind = defaultdict[str, list[str]](list)  # a block not among these keeps its predecessor
         last = ""
         for place in self.shares:
             if place in places:
@@ -165,7 +165,7 @@ class Control:
         self.shares = {place: self.shares.get(place, _Share()) for place in order}
 
     def _renew(self) -> None:
-        """Set the shares so that the mean over the blocks of what the gradient carries is the allowed variance."""
+        """Set the shares so that the mean variance over the blocks is the allowed one."""
         share, most = REMEMBERED
         part = min(1.0, (self.passes - self.renewed) / min(share * self.passes, most))
         seen = [each.now for each in self.shares.values() if each.now[0]]
@@ -191,7 +191,7 @@ class Control:
         self.renewed = self.passes
 
     def learn(self, added: float, between: float, predicted: float) -> None:
-        """Take in the variances of the weight gradients, by draws and between batches, and their predicted ratio."""
+        """Add measured variances of the weight gradients, by draws and between batches, and their predicted ratio."""
         expected = predicted * between
         if isfinite(added) and isfinite(expected) and added > 0 and expected > 0:  # no overflow, and a draw
             self.measured += 1
@@ -207,7 +207,7 @@ class Control:
         return f"tau={self.tau:g}: {few}"
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next shares follow from, in plain numbers."""
+        """Everything that the next shares depend on, in plain numbers."""
         return {name: held for name, held in asdict(self).items() if name not in ("keep", "tau", "unit")}
 
     def restored(self, state: Any) -> Control:
@@ -219,9 +219,9 @@ class Control:
 
 
 def _planned(seen: Sequence[Sequence[float]], most: float) -> list[tuple[float, float]]:
-    """For each block, from the output on, a share, and what the gradient below it would carry, at most ``most``."""
+    """For each block, from the output on: its share, and the variance below it, at most ``most``."""
     plan: list[tuple[float, float]] = []
-    change = 0.0  # in what arrives, by the new share of the block above
+    change = 0.0  # of the arriving variance, due to the new share of the block above
     for before, added, *would in seen:  # as shares of the sum of norm^2
         arrives = max(0.0, before + change)
         keep, adds = _smallest(would, most - arrives)
@@ -231,10 +231,10 @@ def _planned(seen: Sequence[Sequence[float]], most: float) -> list[tuple[float, 
 
 
 def _planned_apart(seen: Sequence[Sequence[float]], price: float) -> list[tuple[float, float]]:
-    """The same where attention mixes the tokens again, so that each block draws for itself from all of them.
+    """The same for tokens: attention mixes them again, so each block draws separately from all tokens.
 
-    Each block keeps the share for which ``price * share + below * added`` is least: what a draw adds is carried by the
-    part ``below`` of the blocks, its own and those under it. A higher price keeps fewer tokens.
+    Each block keeps the share that minimises ``price * share + below * added``; ``below`` is the fraction of blocks
+    that the added variance affects: this one and those below it. A higher price keeps fewer tokens.
     """
     plan: list[tuple[float, float]] = []
     carries = 0.0
@@ -248,8 +248,8 @@ def _planned_apart(seen: Sequence[Sequence[float]], price: float) -> list[tuple[
 
 
 def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
-    """The smallest share that adds no more than a variance, between those of ``SHARES``, and what it adds."""
-    after = bisect_right(would, variance)  # in SHARES, that fall
+    """The smallest share, interpolated in ``SHARES``, that adds at most ``variance``, and the variance that it adds."""
+    after = bisect_right(would, variance)  # index in SHARES, which decrease
     if after == 0:
         return 1.0, would[0]
     if after == len(SHARES):
@@ -259,10 +259,10 @@ def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
 
 
 def carry(seen: Mapping[str, list[Seen]]) -> None:
-    """Estimate what the draws above each block added to its gradient, where the gradient does not show it.
+    """Estimate the variance that draws above each block added, if the gradient does not show it.
 
-    Below an attention the weights of the drawn tokens are lost. The added variance, as a share, is taken to be the one
-    that the block above handed on.
+    Below an attention the weights of the drawn tokens are lost. The relative added variance is assumed to be that of
+    the block above.
     """
     carries = 0.0
     for found in seen.values():
@@ -275,23 +275,23 @@ def carry(seen: Mapping[str, list[Seen]]) -> None:
 
 
 def carried(seen: Mapping[str, list[Seen]]) -> float:
-    """The ratio of the two variances that a backward's norms predict: the mean over the blocks of what each carries."""
+    """The variance ratio predicted from a backward's norms: the mean over its blocks."""
     found = [(sum(s.added + s.before for s in each), sum(s.total for s in each)) for each in seen.values()]
     return sum(added / total if total else 0.0 for added, total in found) / (len(found) or 1)
 
 
 def gain(times: int) -> float:
-    """The share of the last one of so many numbers in a mean that forgets, and the slower the more there were."""
+    """The weight of the newest of ``times`` numbers in a moving average; it falls with ``times``."""
     return (times + 0.5) ** -0.4 if times > 1 else 1.0
 
 
 def one_in(every: int, number: int) -> bool:
-    """Whether a number is the chosen one of so many; see ``SPREAD``."""
+    """Whether ``number`` is among the one in ``every`` that are chosen; see ``SPREAD``."""
     return number * SPREAD % 1 < 1 / every
 
 
 def count_of(share: float, rows: int, step: int) -> int:
-    """How many rows a share of them is, in steps of ``step``; at least 1."""
+    """The number of rows in a share of ``rows``, rounded up to a multiple of ``step``; at least ``step``."""
     return step * max(1, ceil(share * rows / step - 1e-9))
 
 
@@ -299,7 +299,7 @@ def count_of(share: float, rows: int, step: int) -> int:
 
 
 def check_form(name: str, value: Any, form: Any) -> None:
-    """Refuse a part of a saved state that has another form.
+    """Refuse a part of a saved state that has a different form.
 
     A form is a mapping or a list of forms; True for a flag; an integer for a count; a number for numbers of 0 or more;
     and a positive number for positive ones.

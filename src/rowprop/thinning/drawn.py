@@ -1,4 +1,4 @@
-"""Rows that were drawn: some rows of a gradient go on, multiplied by the inverse of the probability that they do."""
+"""Drawn rows: some rows of a gradient are passed on, divided by their probability of being drawn."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from rowprop.backprop.rules.norms import in_one_format, saved, statistics
 from rowprop.backprop.rules.rowlocal import Call
 from rowprop.thinning.squares import norms_over, of_convolution, of_product, wide_type
 
-# Takes the rows that a weight gradient is summed over, and for each the square of its part's norm, (K,).
+# Called with the rows that a weight gradient sums over, and the squared norm of each row's part, (K,).
 Measure = Callable[[RowSet, Tensor], None]
 
 
 @dataclass(eq=False)
 class Drawn(Hook):
-    """What thinning knows of the rows of a gradient."""
+    """What thinning knows about the rows of a gradient."""
 
-    # Called with each row's part of each weight gradient of these rows, and of all that are made of them.
+    # Called for each weight gradient of these rows and of rows derived from them.
     measures: list[Measure] = field(default_factory=list[Measure])
     base: RowSet | None = None  # the rows that these were drawn from; None if none were drawn
-    weights: Tensor | None = None  # the rows were multiplied by them, (K,); None: by 1, or, if drawn, not known
+    weights: Tensor | None = None  # the factors of the rows, (K,); None: 1, or, if drawn, unknown
 
     def moved(self, places: Tensor | None) -> Drawn:
-        """What is made of a row has the row's weight; of rows that were routed elsewhere the weights are not known."""
+        """The hook of derived rows: they keep their weights, if their origin is known."""
         weights = None if places is None or self.weights is None else self.weights[places]
         return Drawn(self.measures, self.base, weights)
 
     def united(self, union: RowSet, places: Mapping[RowSet, Tensor]) -> Drawn:
-        """A row of the union has weights whose expectation is 1, as those of the sets have."""
+        """The hook of a union; its weights have expectation 1, as those of the sets do."""
         stand = {rows: rows.stands_for() for rows in places}
         base = next((base for rows, (base, _) in stand.items() if base is not rows), None)
         known = next((weights for _, weights in stand.values() if weights is not None), None)
@@ -59,7 +59,7 @@ class Drawn(Hook):
         return () if self.weights is None else (self.weights,)
 
     def measure_product(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> None:
-        """Find each row's square."""
+        """Measure each row's squared norm."""
         if self.measures and _are_rows(rows, layout, dz, x):
             within = layout.compact(rows.kept)
             self.take(rows, of_product(_lines(dz, within), _lines(x, within), rows))
@@ -67,12 +67,12 @@ class Drawn(Hook):
     def measure_convolution(
         self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor, weight: Tensor, rest: Sequence[Any]
     ) -> None:
-        """Find each image's square."""
+        """Measure each image's squared norm."""
         if self.measures and _are_rows(rows, layout, dz, x) and layout.dim == 0 and layout.plain:
             self.take(rows, of_convolution(dz, x, tuple(weight.shape), rest, rows))
 
     def batch_norm(self, call: Call, g: RowSlice) -> Any:
-        """The gradient in expectation, where it is known for how many rows each stands."""
+        """BatchNorm's gradient in expectation, if the rows' weights are known."""
         if self.base is None:
             return None
         if self.weights is None or self.base.num_rows != g.rows.num_rows:
@@ -80,11 +80,11 @@ class Drawn(Hook):
         return _batch_norm(call, g)
 
     def key(self) -> tuple[bool, bool]:
-        """Whether rows were drawn, and whether their squares are results."""
+        """Whether rows were not drawn, and whether their squared norms are results."""
         return self.base is None, bool(self.measures)
 
     def traced(self, rows: RowSet, results: list[Tensor]) -> Drawn:
-        """Rows that are made of these in the region are unknown outside; the weights are no input of the region."""
+        """The hook inside a traced region: derived rows are unknown outside, and weights are not an input."""
 
         def keep(found_for: RowSet, squares: Tensor) -> None:
             if found_for is rows:
@@ -93,13 +93,13 @@ class Drawn(Hook):
         return Drawn([keep] if self.measures else [], self.base)
 
     def take(self, rows: RowSet, result: Tensor) -> None:
-        """Hand the squares to all who measure."""
+        """Pass the squared norms to all measures."""
         for measure in self.measures:
             measure(rows, result)
 
 
 def drawn_rows(rows: RowSet, places: Tensor, weights: Tensor) -> RowSet:
-    """Some of the rows, which stand for all of them by these weights, (K,)."""
+    """Some of the rows, which represent all of them with these weights, (K,)."""
     some = rows.some(places)
     some.hook = hook = cast("Drawn | None", some.hook) or Drawn()
     if hook.base is None:
@@ -110,7 +110,7 @@ def drawn_rows(rows: RowSet, places: Tensor, weights: Tensor) -> RowSet:
 
 
 def thinned(g: RowSlice, places: Tensor, weights: Tensor) -> RowSlice:
-    """The rows of a gradient at these places (K,), in order, multiplied by the weights (K,)."""
+    """The rows of a gradient at these indices (K,), ascending, multiplied by the weights (K,)."""
     rows = drawn_rows(g.rows, places, weights)
     values = gather_plain(g.values, places, g.layout.compact(g.rows.kept))
     values = _times(values, along_rows(weights, g.layout.compact(rows.kept), values.ndim))
@@ -129,7 +129,7 @@ def _times(values: Tensor, factors: Tensor) -> Tensor:
 
 
 def _are_rows(rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> bool:
-    """Whether each entry of the index is a row of its own, and the factors are real."""
+    """Whether each entry of the index is a separate row, and the factors are real."""
     apart = rows.unique and rows.absent is None and not layout.minor
     return apart and not (dz.is_complex() or x.is_complex())
 
@@ -143,14 +143,14 @@ def _lines(factor: Tensor, layout: Layout) -> Tensor:
 
 
 def _batch_norm(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
-    """In expectation, the gradient for all rows that a gradient's rows were drawn from.
+    """The gradient whose expectation is that of all rows from which these were drawn.
 
-    Those are the batch's rows, or the rows of a pick: then components are removed as the rule for a pick does.
+    Those are the batch's rows, or the rows of a pick; then components are removed as in the rule for a pick.
     """
     input, weight, (mean, invstd), mask = call.input, call.weight, saved(call), call.output_mask
     base, weights = g.rows.stands_for()
     assert weights is not None
-    if base.unique and not g.rows.unique:  # rows that repeat in the base too were drawn one by one
+    if base.unique and not g.rows.unique:  # repeated rows in the base were drawn one by one
         g, weights = g.merged(), torch.zeros_like(weights).index_add_(0, g.rows.first, weights)
     values, x = in_one_format(g, input)
     centre, unit, entries = mean, invstd, input.numel() // input.shape[1]

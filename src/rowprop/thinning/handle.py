@@ -1,4 +1,4 @@
-"""thin(): one line that makes every later backward of a model cheaper, and leaves its gradient right on average."""
+"""thin(): makes every later backward of a model cheaper, with an unbiased gradient."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from rowprop.thinning.control import OWNER, Control, carried
 from rowprop.thinning.drawn import thinned
 from rowprop.thinning.worth import Work, Worth
 
-BEHIND = 2  # backwards after which the numbers of one are read off a device: they are there by then, so nobody waits
+BEHIND = 2  # read a device's numbers two backwards late, so that the copy never blocks
 VERSION = 4  # of the saved state
-_handles = count()  # numbers the handles of this process: draws at blocks of one model must not depend on each other
+_handles = count()  # numbers the handles of this process, so that their draws are independent
 
 
 def thin(
@@ -47,42 +47,42 @@ def thin(
 ) -> Thinning:
     """Make every later backward of a model cheaper, with the full batch's gradient in expectation.
 
-    On the gradient's way back, after each block, rows are drawn with probabilities in proportion to the norms of their
-    gradients, and divided by their probabilities. The others leave the gradient, so the blocks below cost the drawn
-    rows, in every op that treats rows alike. The training loop stays as it is. The handle that comes back reports on
-    the last backward in ``record``, gives exact gradients in ``paused()``, and ends thinning by ``remove()``.
+    In the backward, after each block, rows are drawn with probabilities in proportion to the norms of their gradients,
+    and divided by their probabilities. The others are dropped, so every op below that treats rows alike runs on the
+    drawn rows only. The training loop does not change. The returned handle describes the last backward in ``record``,
+    gives exact gradients inside ``paused()``, and ends thinning with ``remove()``.
 
     Args:
         model: The model. It may be wrapped already, as by DistributedDataParallel.
-        tau: How much variance the rows that leave may add, as a share, below 1, of the variance that the choice of the
-            batch has. The shares of rows that the blocks keep follow: they are 1 at first, and fall as few rows come to
-            hold most of the gradient. Default .025, as VCAS's.
+        tau: Bound of the variance that dropped rows add, as a share, below 1, of the gradient's variance between
+            batches. It determines the shares of rows that blocks keep: 1 at first, lower once few rows hold most of the
+            gradient. Default .025, as in VCAS.
         keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``.
-            On a CPU it is a share of the rows whose gradient is not zero. On other devices, where a count of these
-            would have to be waited for, it is a share of all that come. After a pick of tokens it is of the tokens,
-            and below an attention that has mixed them, of the sequences that came from there. Default None.
-        unit: ``"token"`` draws positions of outputs ``(N, T, C)`` or ``(T, N, C)`` in place of rows: what treats tokens
-            alike costs the drawn ones, attention the drawn queries. Its keys and values, and what made them, cost all
-            tokens. The next block draws from all again. Other outputs lose rows. Default ``"row"``.
+            On a CPU it is a share of the rows with a nonzero gradient. On other devices, where counting these would
+            sync, it is a share of all arriving rows. After a pick of tokens it is a share of the tokens, and below an
+            attention that has mixed them, of the sequences that arrive. Default None.
+        unit: ``"token"`` draws positions of outputs ``(N, T, C)`` or ``(T, N, C)`` instead of rows: ops that treat
+            tokens alike run on the drawn tokens, attention on the drawn queries; its keys and values, and their
+            producers, cost all tokens. The next block draws from all again. Other outputs drop rows. Default ``"row"``.
         blocks: Names or modules of the model after which the gradient is thinned. Default None: children of
             ``ModuleList`` and ``Sequential`` that repeat a class, such as the layers of a transformer;
-            :attr:`Thinning.blocks` tells which.
-        generator: Draws the rows; on the CPU, for any device. Two handles whose gradients meet need different seeds:
-            equal draws depend on each other, and the expectation is off. Default None: one of its own, seeded from
+            :attr:`Thinning.blocks` lists them.
+        generator: Draws the rows; on the CPU, for any device. Two handles in one loss need generators with different
+            seeds: with equal draws the gradient is biased. Default None: a new generator, seeded from
             ``torch.initial_seed()``, the rank and the handle's number in this process.
 
-    Exact are the forward, the gradients above the last block, and all gradients in evaluation mode, under
-    ``create_graph=True``, under ``torch.func`` transforms, and in compiled regions. All others are right on average;
-    below BatchNorm in training mode nearly, see ``docs/thinning.md``. Rows are the entries of the dimension that has
-    the size of the model's first input tensor; an output without one is left alone. Source: VCAS (Wang et al., ICLR
+    The forward is exact, and so are the gradients above the last block, and all gradients in evaluation mode, under
+    ``create_graph=True``, under ``torch.func`` transforms, and in compiled regions. All others are unbiased; nearly so
+    below BatchNorm in training mode, see ``docs/thinning.md``. Rows are the entries of the dimension that has the size
+    of the model's first input tensor; an output without one is not thinned. Source: VCAS (Wang et al., ICLR
     2024, arXiv:2402.17227), whose control needs six further passes. A value out of range, a block that is not in the
     model, no block found and a thinned model raise :class:`rowprop.InvalidInput`.
 
-    Where draws cost more than they save, by the shares and the graph's sizes and never by a clock, ``tau`` draws none
-    and tries again later; ``handle.record.reason`` says it. ``keep=`` always draws. A draw costs one pass over the
-    gradient of each block's output and some arithmetic on the rows' norms, without a wait for the device. Without
-    ``keep=``, the 2nd, 4th, 8th and 16th backward and then one in 20 measures each row's part of the weight gradients,
-    sliced even where all rows are kept: .05 of a step of 128 rows in a transformer of width 384, .13 with width 96.
+    If draws would cost more than they save, judged by the shares and the graph's sizes and not by timing, ``tau`` draws
+    none and tries again later; ``handle.record.reason`` reports it. ``keep=`` always draws. A draw costs one pass over
+    the gradient of each block's output and some arithmetic on the rows' norms, without a sync. Without ``keep=``, the
+    2nd, 4th, 8th and 16th backward and then one in 20 measures each row's part of the weight gradients: .05 of a step
+    of 128 rows in a transformer of width 384, .13 with width 96.
 
     Example:
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
@@ -104,27 +104,26 @@ def thin(
     if _is_thinned(model, "_forward_pre_hooks") or any(_is_thinned(each, "_forward_hooks") for each in found.values()):
         raise InvalidInput("thin got a model that is thinned already; call remove() of the handle that it has.")
     if generator is None:
-        apart = 0x9E3779B9 * next(_handles)  # by far more than there are ranks; a generator takes 32 bits of its seed
+        apart = 0x9E3779B9 * next(_handles)  # far more than there are ranks; a generator uses 32 bits of its seed
         generator = torch.Generator().manual_seed((torch.initial_seed() + own_rank() + apart) % 2**63)
     return Thinning(model, found, Control(keep, tau, unit), generator)
 
 
 @dataclass(frozen=True)
 class ThinRecord:
-    """The numbers of one backward. On a device they are those of an earlier one, so that nobody waits for them.
+    """The numbers of one backward; on a device, of an earlier one, so that reading them needs no sync.
 
     Attributes:
-        keep: For each block, the share of the rows that its backward ran with, of those that came to the first block;
-            of tokens or of whole sequences, whichever came there. Blocks that no gradient came to are missing.
-        variance: For each block, the variance that it added to the gradient handed on, over the sum of the squared
-            norms of all rows' gradients there; like ``ratio`` of the last backward whose norms were summed.
-        ratio: The estimated variance that thinning rows added in the parameters, over that of the choice of the batch.
+        keep: For each block, the share of rows that its backward ran with, relative to the rows at the first block; of
+            tokens or of whole sequences, whichever arrived there. Blocks without a gradient are missing.
+        variance: For each block, the variance that it added to the gradient, over the sum of the squared norms of all
+            rows' gradients there; like ``ratio``, from the last backward that measured norms.
+        ratio: The estimated variance that thinning added to the parameters' gradient, over that between batches.
         passes: Number of the backward, from 1; 0 before the first. Backwards while thinning is off do not count, nor,
             on a device, the last two before it.
         reason: Why these shares; a sentence.
-        saved: The share of the work of the blocks' backward that the rows that left would have been: the mean of 1 -
-            ``keep`` by the FLOPs and elements counted below each block; with ``keep=`` all alike. The cost of
-            draws is not in it.
+        saved: The share of the blocks' backward that dropped rows saved: the mean of 1 - ``keep``, weighted by the
+            FLOPs and elements counted below each block; unweighted with ``keep=``. It excludes the cost of draws.
         unit: What is drawn, ``"row"`` or ``"token"``.
     """
 
@@ -159,17 +158,17 @@ class ThinRecord:
 
 @dataclass(eq=False)
 class _Forward:
-    """The forward that runs, or that ran last."""
+    """The current or last forward."""
 
     number: int = 0
-    num_rows: int | None = None  # None where blocks run outside of a forward of the model, and tell it themselves
-    counted: bool = False  # the work below its blocks is counted
-    # Its rows and those of the forwards since the last backward: a checkpoint may run blocks of any of these again.
+    num_rows: int | None = None  # None if blocks run outside a forward of the model; then read from the blocks
+    counted: bool = False  # whether the work below its blocks is counted
+    # Row counts of this forward and of those since the last backward: a checkpoint may rerun blocks of any of them.
     sizes: tuple[int | None, ...] = ()
-    inside: bool = False  # the model itself runs
-    over: bool = True  # the next block that runs begins another one
+    inside: bool = False  # whether the model is running
+    over: bool = True  # whether the next block starts a new forward
     called: set[str] = field(default_factory=set[str])  # names of the blocks that ran in it
-    hides: bool = False  # blocks ran without a graph: a reentrant checkpoint runs them again
+    hides: bool = False  # blocks ran without a graph: a reentrant checkpoint reruns them
     reenters: bool = False  # there is such a checkpoint
     mixes: bool | None = None  # a BatchNorm of the model mixes the rows; None: not yet known
 
@@ -195,7 +194,7 @@ class Thinning(Handle):
         self._forward = _Forward()
         self._unread: deque[ThinnedBackward] = deque()
         self._handles.append(model.register_forward_pre_hook(_Hook(self._entered), with_kwargs=True))
-        # The gradient of the output comes first, so a measurement sees all weights.
+        # The output's hook runs first in the backward, so that a measurement covers all weights.
         for name, left in [*blocks.items(), ("", unwrapped(model))]:
             self._handles.append(left.register_forward_hook(_Hook(partial(self._left, name))))
         self._handles.append(model.register_forward_hook(_Hook(self._over), always_call=True))
@@ -204,7 +203,7 @@ class Thinning(Handle):
         return f"Thinning(after {', '.join(self.blocks)}; {self.record.reason})"
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later draws follow from: the shares, where they are worth a draw, and the generator's state."""
+        """Everything that later draws depend on: the shares, which draws pay, and the generator's state."""
         while self._unread:
             self._read()
         return {
@@ -216,9 +215,9 @@ class Thinning(Handle):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the handle would have that returned this state.
+        """Continue from a saved state.
 
-        An entry that is missing, impossible or of another version of rowprop is refused, and nothing is loaded.
+        A missing or invalid entry, or one of another version of rowprop, raises InvalidInput, and nothing is loaded.
         """
         check_entries(OWNER, state, ["unit", "control", "worth", "generator"])
         if not isinstance(state.get("version"), int) or state["version"] != VERSION:
@@ -247,7 +246,7 @@ class Thinning(Handle):
     def _entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self._model.training and torch.is_grad_enabled():
             rows = next((t.shape[0] for t in tensors([args, kwargs]) if t.ndim and not t.is_nested), None)
-            # Not where a checkpoint around the model runs this forward another time.
+            # Not if a checkpoint around the model reruns this forward.
             if not (outermost() >= 0 and self._forward.called and rows == self._forward.num_rows):
                 self._begin_forward(rows, inside=True)
 
@@ -263,13 +262,13 @@ class Thinning(Handle):
         return self._forward
 
     def _left(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """A block, or the model (""), has run: have the gradient of its output thinned."""
+        """After a block, or the model (""), has run: register the hook that thins its output's gradient."""
         number, forward = outermost(), self._forward
         if not (self._model.training and torch.is_grad_enabled()):
             forward.hides |= forward.inside
             return
         again = name in forward.called
-        # Nobody tells the end of a forward of which nothing is watched.
+        # The end of an unwatched forward is not signalled.
         if number < 0 and (forward.over or (again and self._worth.sleeping and not forward.inside)):
             forward = self._begin_forward(None, inside=False)
         if number < 0 and name:
@@ -278,10 +277,10 @@ class Thinning(Handle):
             return
         if forward.mixes is None:
             forward.mixes = uses_batch_statistics(self._model)
-        if number >= 0:  # a checkpoint runs the block again; a reentrant one then runs a backward inside this one
+        if number >= 0:  # a checkpoint reruns the block; a reentrant one then runs a backward inside this one
             self._running(number)
         sizes = forward.sizes if number >= 0 and forward.sizes else (forward.num_rows,)
-        counted = forward.counted and not (again and number >= 0)  # a checkpoint's second run is no more work
+        counted = forward.counted and not (again and number >= 0)  # a checkpoint's second run is not counted again
         numbers = count()
         for tensor in tensors(output):
             plain = tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_nested
@@ -306,10 +305,10 @@ class Thinning(Handle):
     # --- in the backward ----------------------------------------------------------------------------------------------
 
     def _arrived(self, place: str, forward: _Forward, number: int, grad: Tensor, layout: Layout) -> RowSlice | None:
-        """A gradient has come to an output: the rows of it that go on; None for the gradient as it is.
+        """When a gradient reaches an output: the rows to pass on; None to leave it unchanged.
 
-        A reentrant checkpoint takes rows only from a sliced gradient. From a full one, it hands a full one on, and the
-        blocks below would draw from all rows again.
+        A reentrant checkpoint keeps rows apart only for a sliced gradient. It passes a full gradient on as a full one,
+        and the blocks below would draw from all rows again.
         """
         if not self._active:
             return None
@@ -329,7 +328,7 @@ class Thinning(Handle):
         return drawn
 
     def _running(self, number: int) -> ThinnedBackward:
-        """This handle's part of the backward with this number, or, if there is none, of the one that runs."""
+        """This handle's part of the backward with this number, or else of the running backward."""
         backward = numbered(number)
 
         def begin() -> ThinnedBackward:
@@ -347,7 +346,7 @@ class Thinning(Handle):
         if not backward.failed:
             self._forward.sizes = ()
             self._forward.over |= not self._forward.inside
-            # It came to the head alone, a checkpoint ran blocks again, or its forward was before the pause.
+            # Do not count it: it reached no block, a checkpoint reran blocks, or its forward was before the pause.
             if not done.seen or 0 < self._worth.pause == self._worth.asleep:
                 self._control.begun -= 1
             else:
@@ -358,13 +357,13 @@ class Thinning(Handle):
         done.end()
 
     def _read(self) -> None:
-        """Take in the numbers of the oldest backward that was not read yet."""
+        """Read the numbers of the oldest unread backward."""
         done, control, worth = self._unread.popleft(), self._control, self._worth
         measured = done.read()
         if control.update(done.seen):
             part = next((rows / whole for (_, whole), rows in done.rows.items()), 1.0)
             worth.decide({place: control.share(place) for place in control.shares}, part)
-            if worth.pause:  # the next trial is for numbers of its own
+            if worth.pause:  # the next trial starts afresh
                 self._unread.clear()
         if measured is not None:
             control.learn(*measured)
@@ -373,7 +372,7 @@ class Thinning(Handle):
     def _recorded(self, done: ThinnedBackward) -> ThinRecord:
         keep = {place: sum(s.kept for s in found) / sum(s.rows for s in found) for place, found in done.seen.items()}
         variance, ratio = self.record.variance, self.record.ratio
-        if self._worth.pause:  # the backwards from here on are exact
+        if self._worth.pause:  # the next backwards are exact
             keep = dict.fromkeys(keep, 1.0)
         if self._worth.pause or all(s.kept == s.arrived for found in done.seen.values() for s in found):
             variance, ratio = dict.fromkeys(keep, 0.0), 0.0
@@ -395,7 +394,7 @@ class Thinning(Handle):
 
 
 class _Hook(ModuleHook):
-    """A hook of a handle; a copy of it is none."""
+    """A hook of a handle; a copy is not one."""
 
 
 def _is_thinned(module: nn.Module, kind: str) -> bool:
@@ -404,7 +403,7 @@ def _is_thinned(module: nn.Module, kind: str) -> bool:
 
 
 def _rows_in(shape: torch.Size, sizes: Iterable[int | None]) -> Layout | None:
-    """Where the rows are in a block's output, whose batch has one of these sizes; None if they cannot be told."""
+    """The layout of the rows in a block's output, for a batch of one of these sizes; None if unknown."""
     known = [shape[0] if size is None else size for size in sizes] if len(shape) else []
     for dim, size in product(range(min(2, len(shape))), known):
         if shape[dim] == size > 1:
@@ -414,13 +413,13 @@ def _rows_in(shape: torch.Size, sizes: Iterable[int | None]) -> Layout | None:
 
 
 def _tokens_in(shape: torch.Size) -> Layout | None:
-    """Where the tokens of a batch of one row are: sequences packed without padding."""
+    """The layout of the tokens in a batch of one row: sequences packed without padding."""
     dim = 1 - shape[:2].index(1) if len(shape) == 3 and 1 in shape[:2] else 0
     return Layout(dim, shape[dim]) if len(shape) == 3 and shape[1 - dim] == 1 and shape[dim] > 1 else None
 
 
 def _tokens_of(g: RowSlice) -> RowSlice:
-    """The tokens of whole rows (K, T, C) or (T, K, C); other gradients as they are."""
+    """The tokens of whole rows (K, T, C) or (T, K, C); other gradients are returned unchanged."""
     if g.ndim != 3 or not g.layout.plain or g.dim > 1 or g.shape[1 - g.dim] < 2:
         return g
     return g.spread(1 - g.dim)

@@ -1,8 +1,8 @@
 """The squared norm of each kept row's part of a weight gradient, at a small share of the weight gradient's cost.
 
-A row's part is the product of its own lines (tokens) of both factors, or the weight gradient of its own image. Its
-squared norm is exact where a row has few lines or a factor is narrow. Elsewhere one factor's width is first multiplied
-by a matrix of signs, random but always the same: in expectation over these the squared norm stays.
+A row's part is the product of its lines (tokens) of both factors, or the weight gradient of its image. The squared
+norm is exact if a row has few lines or a factor is narrow. Otherwise the width of one factor is first reduced by a
+fixed matrix of random signs, which preserves the squared norm in expectation over the signs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rowprop.backprop.rows.rows import RowSet
 
-# How many numbers stand for the width of a product's factor. The share of one row's square that is its error has a
-# standard deviation of at most (2 / SIGNS) ** 0.5.
+# Sketch size for the width of a product's factor. The relative standard deviation of one squared norm is at most
+# (2 / SIGNS) ** 0.5.
 SIGNS = 16
-CHANNELS = 8  # how many channels stand for those of one group of a convolution
+CHANNELS = 8  # sketch size for the channels of one group of a convolution
 
 
 def of_product(dz: Tensor, x: Tensor, rows: RowSet) -> Tensor:
@@ -31,7 +31,7 @@ def of_product(dz: Tensor, x: Tensor, rows: RowSet) -> Tensor:
     if lines == 1:
         return (_norms(narrow) * _norms(wide)).square()
     if narrow.shape[2] > SIGNS:
-        if type(lines) is int and lines <= SIGNS:  # where traced, a comparison would tie the graph to one answer
+        if type(lines) is int and lines <= SIGNS:  # when traced, a comparison would fix the graph to one result
             # The sum over all pairs of lines of the one factor's inner product times the other's.
             return (narrow @ narrow.mT * (wide @ wide.mT)).sum((1, 2)).clamp(min=0)
         wide = wide @ _signs(rows, wide, int(wide.shape[2]), SIGNS)
@@ -60,7 +60,7 @@ def _of_images(
     dz: Tensor, x: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     transposed: bool, output_padding: Sequence[int], groups: int,
 ) -> Tensor:  # fmt: skip
-    """Each image becomes a group of channels of one large image, so its weight gradient stands by itself."""
+    """Treat each image as a group of channels of one large image, so that its weight gradient is separate."""
     count = dz.shape[0]
     one_image = (image.reshape(1, -1, *image.shape[2:]) for image in (dz, x))
     weight = dz.new_empty((count * shape[0], *shape[1:]))
@@ -69,7 +69,7 @@ def _of_images(
     return _norms(cast(Any, of_rows).unflatten(0, (count, shape[0]))).square()
 
 
-# As an op of its own in a traced graph: Inductor would compile the graph for one number of groups, so one of rows.
+# A separate op in a traced graph: Inductor would compile the graph for one number of groups, hence of rows.
 _library: Any = cast(Any, torch.library)
 _of_images_traced: Any = _library.custom_op("rowprop::squares_of_images", _of_images, mutates_args=())
 

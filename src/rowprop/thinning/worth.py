@@ -1,7 +1,7 @@
-"""Where a draw saves more than it costs. The graph tells it and no clock, so equal trainings make equal draws.
+"""Where a draw saves more than it costs. Costs are counted on the graph, not timed, so that runs are reproducible.
 
-The backward from one block to the next costs so many FLOPs of products and passes over elements; at a share of the rows
-this share, and some Python at each op. Of all sets of blocks to draw after, perhaps none, the cheapest one is taken.
+The cost of the backward between two blocks is counted in FLOPs: matrix products and passes over elements, in proportion
+to the share of rows, plus Python overhead per op. The cheapest set of blocks to draw after, perhaps none, is chosen.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from rowprop.thinning.control import EACH, RENEWED_AFTER, check_form
 class Costs:
     """The costs on a kind of device, each as the FLOPs of products that take as long."""
 
-    draw: float  # norms, probabilities and places of one draw, some thirty small ops
-    op: float  # what an op at some of the rows takes beyond its share of the op at all rows: its rule is in Python
-    element: float  # an element of the gradient that an op goes through
-    gathered: float  # the same for a kept row beyond that, since the op's saved tensors are gathered
+    draw: float  # one draw: norms, probabilities and indices, about thirty small ops
+    op: float  # overhead of an op that runs on some of the rows: its rule is in Python
+    element: float  # per element of an op's gradient
+    gathered: float  # extra per element of a kept row: the op's saved tensors are gathered
 
 
-# Measured on one core, which did 100 FLOPs of large products in a nanosecond.
+# Measured on one core that ran large products at 100 GFLOP/s.
 COSTS = {"cpu": Costs(25e6, 8e6, 80.0, 100.0)}
-ELSEWHERE = Costs(25e9, 2e9, 200.0, 200.0)  # on devices, where each op is some kernels to start; an estimate
-UNKNOWN = 1e15  # FLOPs of a node that cannot be looked into, such as a checkpoint: a draw above it is taken to pay
-# Ops whose backward makes a view, and the entrance of a reentrant checkpoint that a sliced gradient comes to.
+ELSEWHERE = Costs(25e9, 2e9, 200.0, 200.0)  # an estimate for devices, where each op launches kernels
+UNKNOWN = 1e15  # FLOPs assumed for an opaque node, such as a checkpoint, so that a draw above it pays
+# Ops whose backward is a view, and the node through which a sliced gradient enters a reentrant checkpoint.
 FREE = (
     "T", "View", "UnsafeView", "Transpose", "Permute", "Unsqueeze", "Squeeze", "ReshapeAlias", "Alias",
     "_CatchBackward",
 )  # fmt: skip
 # Ops whose backward multiplies matrices.
 PRODUCTS = ("Addmm", "Baddbmm", "Mm", "Bmm", "Linear", "Convolution", "ScaledDotProduct")
-MIXES = ("ScaledDotProduct", "Bmm")  # attention: the gradients of its second and third operand are of all tokens
-LONG = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm")  # their rules take as long as those of LONGER others
+MIXES = ("ScaledDotProduct", "Bmm")  # attention: gradients of its second and third operand cover all tokens
+LONG = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm")  # rules that take LONGER times the usual overhead
 LONGER = 4
-WAKES = 10  # a trial, from one renewal of the shares to the next, takes as long as so many draws at each block
-TRIALS = 0.05  # the share of the backwards' time that trials come to take, about
-FADES = 0.75  # a forward leaves so much of the work counted before it, so that about four of them make the mean
-MOST = 1024  # forwards after which there is a trial at the latest: batches may become larger
+WAKES = 10  # cost of a trial, in draws per block; a trial lasts from one update of the shares to the next
+TRIALS = 0.05  # approximate share of the backward's time to spend on trials
+FADES = 0.75  # decay of the counted work per forward: the mean covers about four forwards
+MOST = 1024  # maximum number of forwards between trials: batches may become larger
 
 
 @dataclass(frozen=True)
 class Work:
-    """The costs of the backward from one place to the next, at all rows, in FLOPs."""
+    """The cost of the backward from one block to the next, at all rows, in FLOPs."""
 
-    exact: float = 0.0  # in full
-    fixed: float = 0.0  # at some of the rows, whatever their number
-    by_row: float = 0.0  # at some of the rows, in proportion to their share; all of them here
-    draw: float = 0.0  # a draw at the place
-    mixed: float = 0.0  # of ``by_row`` what stays at all tokens where tokens are drawn: attention's keys and values
+    exact: float = 0.0  # of the full backward
+    fixed: float = 0.0  # of a sliced backward, independent of the number of rows
+    by_row: float = 0.0  # of a sliced backward, proportional to the share of rows; here for all rows
+    draw: float = 0.0  # of a draw after the block
+    mixed: float = 0.0  # part of ``by_row`` that drawing tokens does not reduce: attention's keys and values
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
 
     def over(self, count: float) -> Work:
-        """The mean, where this is the sum of so many."""
+        """This sum divided by ``count``."""
         return Work(*(cost / count for cost in vars(self).values()))
 
 
@@ -72,42 +72,42 @@ class Worth:
     """Decides after which blocks rows, or tokens, are drawn."""
 
     unit: Literal["row", "token"] = "row"
-    works: dict[str, Work] = field(default_factory=dict[str, Work])  # see ``decide``; as the last decision had it
-    left: list[str] = field(default_factory=list[str])  # places at which no rows are drawn, since the last decision
-    pause: int = 0  # forwards that nothing is watched for, since the last decision
-    asleep: int = 0  # how many are left of them
-    sleeping: bool = False  # nothing is watched for in the present forward
-    # For each place the sum of the work below it over the forwards in which it was counted, and how many these are. Sum
-    # and number fade with each further one, so that the mean forgets.
+    works: dict[str, Work] = field(default_factory=dict[str, Work])  # see ``decide``; from the last decision
+    left: list[str] = field(default_factory=list[str])  # blocks without a draw, since the last decision
+    pause: int = 0  # number of unwatched forwards, set by the last decision
+    asleep: int = 0  # how many of these remain
+    sleeping: bool = False  # the current forward is not watched
+    # For each block the sum of the work below it over the counted forwards, and the number of these forwards. Both
+    # decay with each forward, so that recent forwards count more.
     counted: dict[str, Work] = field(default_factory=dict[str, Work])
     forwards: float = 0.0
     _run: tuple[int, int] = (-1, -1)
     _last: int = -1
 
     def begin(self) -> None:
-        """Take note of a forward."""
+        """Register a forward."""
         self.sleeping = self.asleep > 0
         self.asleep -= self.sleeping
 
     @property
     def idle(self) -> bool:
-        """Whether no rows are drawn at any place."""
+        """Whether no rows are drawn after any block."""
         return len(self.left) == len(self.works) > 0
 
     def draws(self, place: str) -> bool:
-        """Whether rows are drawn at a place."""
+        """Whether rows are drawn after the block ``place``."""
         return place not in self.left
 
     def share(self, place: str, share: Callable[[str], float]) -> float:
-        """The share of the arriving rows to keep at a place, which stands in for the places above that draw none."""
-        if self.unit == "token":  # at each place all tokens arrive
+        """The share of the arriving rows to keep after a block, including the shares of blocks above without a draw."""
+        if self.unit == "token":  # all tokens arrive at each block
             return share(place)
         order = list(self.works)
         above = order[order.index(place) + 1 :] if place in self.works else []
         return prod(map(share, [place, *takewhile(self.left.__contains__, above)]))
 
     def count(self, place: str, tensor: Tensor, forward: int, backward: int = -1) -> None:
-        """Add the work below an output in a forward, or in the backward in which a checkpoint runs its part of one."""
+        """Add the work below an output, in a forward or in a backward that recomputes a checkpoint."""
         if (forward, backward) != self._run:
             if forward != self._run[0]:
                 self.counted = {place: work.over(1 / FADES) for place, work in self.counted.items()}
@@ -117,10 +117,10 @@ class Worth:
         self.counted[place] = self.counted.get(place, Work()) + work
 
     def decide(self, shares: Mapping[str, float], part: float) -> None:
-        """Choose the places to draw at, by the work below each in a forward, from the input on.
+        """Choose the blocks to draw after, from the work below each in a forward.
 
-        A place would keep its share of the arriving rows; ``part`` is the share of the batch's rows that the gradient
-        comes with to the first block, below 1 after a pick.
+        ``shares`` are the shares of the arriving rows that blocks would keep; ``part`` is the share of the batch's rows
+        in the gradient at the first block, below 1 after a pick.
         """
         self.works = {place: self.counted[place].over(self.forwards) for place in shares if place in self.counted}
         order = list(reversed(self.works))
@@ -130,7 +130,7 @@ class Worth:
         self.asleep = self.pause = self._pause(works, part) if works and not drawn else 0
 
     def _cheapest(self, works: Sequence[Work], shares: Sequence[float], part: float) -> tuple[int, ...]:
-        """The numbers of the places to draw at, given what share of the arriving rows each would keep."""
+        """The indices of the blocks to draw after, given the share of the arriving rows that each would keep."""
         if self.unit == "row":
             return cheapest(works, list(accumulate(shares, mul)), part)
         costs = [
@@ -139,16 +139,16 @@ class Worth:
         return tuple(n for n, (work, cost) in enumerate(zip(works, costs, strict=True)) if cost < work.exact)
 
     def _pause(self, works: Sequence[Work], part: float) -> int:
-        """Forwards until the next trial: more after each one, until trials cost nearly nothing."""
+        """Forwards until the next trial: more after each trial, so that trials cost little."""
         trial, exact = WAKES * sum(work.draw for work in works), part * sum(work.exact for work in works)
         hopeless = not self._cheapest(works, [0.0] * len(works), part)
-        if not exact or (hopeless and self.pause):  # the first decision may be of an odd batch
+        if not exact or (hopeless and self.pause):  # the first batch may be unusual
             return MOST
         enough = min(ceil(trial / (TRIALS * exact)) - RENEWED_AFTER, MOST)
         return min(enough, max(2 * self.pause, RENEWED_AFTER)) if enough > RENEWED_AFTER else 0
 
     def reason(self) -> list[str]:
-        """Why no rows are drawn at some places, a sentence; none if they are drawn at all places."""
+        """Why no rows are drawn after some blocks, a sentence; empty if rows are drawn after all of them."""
         if self.pause:
             exact = sum(work.exact for work in self.works.values())
             size = f"the backward of the blocks is as much as {max(1, round(exact / 1e6)):,} MFLOP"
@@ -158,7 +158,7 @@ class Worth:
         return [f"no draw after {', '.join(self.left)}, where it would cost more than it saves"] if self.left else []
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next decision follows from, and the last one, in plain numbers."""
+        """The last decision and all that the next one depends on, in plain numbers."""
         whole = asdict(self)
         plain = {name: whole[name] for name in ("works", "counted", "pause", "asleep", "forwards")}
         return plain | {"left": {place: place in self.left for place in self.works}}
@@ -175,11 +175,11 @@ class Worth:
 
 
 def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) -> tuple[int, ...]:
-    """The numbers of the places to draw at for which the backward costs least, from the output on.
+    """The indices, from the output on, of the blocks to draw after for the cheapest backward.
 
-    Each share is of the rows that come to the first place; a place keeps all that come to it if these are fewer.
+    Each share is relative to the rows at the first block; a block keeps all arriving rows if these are fewer.
     """
-    # For each share of the rows that may come to a place: the least cost so far, and the draws. In full there is none.
+    # For each share of rows that may arrive at a block: the lowest cost so far, and its draws. None: no draw so far.
     best: dict[float | None, tuple[float, tuple[int, ...]]] = {None if part == 1 else 1.0: (0.0, ())}
     for number, (work, share) in enumerate(zip(works, shares, strict=True)):
         now: dict[float | None, tuple[float, tuple[int, ...]]] = {}
@@ -194,7 +194,7 @@ def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) 
 
 
 def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
-    """The work of the nodes that made a tensor, down to those not younger than ``last``; the number of the youngest."""
+    """The work of a tensor's graph nodes with sequence numbers above ``last``, and the largest of these numbers."""
     costs = COSTS.get(tensor.device.type, ELSEWHERE)
     flops = elements = ops = 0.0
     made: dict[Any, float] = {}  # the work at all rows of each node
@@ -223,7 +223,7 @@ def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
 
 
 def _below(ahead: list[Any], last: int) -> Iterator[Any]:
-    """The nodes that a gradient comes to from these, down to those not younger than ``last``."""
+    """The nodes that a gradient reaches from these, with sequence numbers above ``last``."""
     ahead, seen = [*ahead], set[Any]([None])
     while ahead:
         node = ahead.pop()
@@ -234,7 +234,7 @@ def _below(ahead: list[Any], last: int) -> Iterator[Any]:
 
 
 def _flops(node: Any, kind: str) -> float:
-    """FLOPs of the products in a node's backward, by the shapes of its gradients: nothing that it saved is unpacked."""
+    """FLOPs of the products in a node's backward, from the shapes of its gradients; saved tensors are not unpacked."""
     if not kind.startswith(PRODUCTS):
         return 0.0
     shapes = [None if edge is None else edge._input_metadata[place].shape for edge, place in node.next_functions]
