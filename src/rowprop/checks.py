@@ -146,7 +146,7 @@ def check_entries(owner: str, state: object, needed: Iterable[str]) -> None:
 
 
 def check_callable(owner: str, name: str, value: object, needed: str) -> None:
-    """Refuse a value that cannot be called, and a class, which makes something."""
+    """Refuse a value that cannot be called, and a class."""
     if not callable(value) or isinstance(value, type):
         raise wrong(owner, name, value, needed, kind=True)
 
@@ -159,7 +159,7 @@ def check_function(owner: str, name: str, value: object, arguments: int, needed:
 
 
 def check_tick(owner: str, value: object) -> None:
-    """Refuse a value that cannot be called with the progress; None is nobody."""
+    """Refuse a value other than None that cannot be called with the progress."""
     if value is not None:
         check_function(owner, "tick", value, 2, "a function of a line and a fraction was needed.")
 

@@ -256,7 +256,7 @@ class _Running:
 
     def __init__(self) -> None:
         self.ops: list[tuple[str, int]] = []  # names and FLOPs
-        self.read: set[int] = set()  # places of the ops whose results went into a product
+        self.read: set[int] = set()  # indices of the ops whose results went into a product
         self.sources: dict[int, set[int]] = {}  # by a tensor's memory: places of the ops that it was computed by
         self.held: list[Any] = []  # keeps tensors alive, so that no other tensor gets their memory
 
@@ -290,5 +290,5 @@ def _memory(tensor: Tensor) -> int:
         return id(tensor) if held is None else _memory(held)
     try:
         return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper without memory of its own
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper without memory
         return id(tensor)

@@ -13,17 +13,17 @@ Direction = Literal["forward", "backward"]
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
-# Shares are shares of the step's time; from these limits on something is a finding.
+# Limits for a finding; shares are shares of the step's time.
 LEAST_SHARE = 0.1  # what a cause explains
 SLOW_SHARE = 0.2  # an op far below the machine's speed
 COPIED_SHARE = 0.25  # copies, and casts
 WAITING_SHARE = 0.05  # waiting for the accelerator
-TIMES_THE_BOUND = 20  # a slow op takes so many times as long as arithmetic and memory allow
+TIMES_THE_BOUND = 20  # time of a slow op over the bound from arithmetic and memory
 LEAST_CALL_S = 1e-4  # a shorter call takes little more than any call costs
 TIMES_THE_FORWARD = 4  # a custom function's backward over its forward; two gradients cost 2
-CALLS_IN_A_NODE = 32  # so many calls of one op in one backward node are a loop, ...
-TIMES_THE_CALLS = 8  # ... if they are so many times the calls in the whole forward
-PARTS = 8  # a convolution that runs in so many parts is a loop over its groups
+CALLS_IN_A_NODE = 32  # this many calls of one op in one backward node are a loop, ...
+TIMES_THE_CALLS = 8  # ... if they are this many times the calls in the whole forward
+PARTS = 8  # a convolution that runs in this many parts is a loop over its groups
 # The measured backward/forward ratio over the counted one. A backward's kernels reach fewer FLOP/s than a forward's.
 TIMES_THE_RATIO = 2.5
 LEAST_EXCESS_S = 1e-3  # by which a backward takes longer than its FLOPs say
@@ -39,7 +39,7 @@ SLOW_KERNELS = {
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"}
 COPIES = {"copy_", "clone", "_to_copy", "contiguous"}
 CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution", "convolution_overrideable"}
-GRADIENTS = "parameters"  # stands for a module's path where gradients are added up
+GRADIENTS = "parameters"  # used as the module's path where gradients are added up
 
 
 @dataclass

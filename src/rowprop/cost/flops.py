@@ -82,7 +82,7 @@ def counting(counter: Ran | Counter) -> Generator[None]:
     """Call ``counter`` after every op of the block; compiled models run uncompiled in the block."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     try:
-        # Under a mode Dynamo gives a frame up for good. One that it was told to leave alone runs compiled again later.
+        # Under a mode Dynamo gives up a frame for good. A frame that it is set to skip runs compiled again later.
         uncompiled = nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
     except RuntimeError:  # this very code runs inside a compiled function, after a graph break
         uncompiled = nullcontext()
@@ -279,7 +279,7 @@ FORMULAS: dict[Any, Formula] = {
     torch.ops.higher_order.flex_attention_backward: partial(_flex, backward=True),
 }
 
-# Of ops that are there once torch has imported their module; their backward runs ops of its own.
+# For ops that exist once torch has imported their module; their backward runs other ops.
 _IMPORTED = {f"_linear_cross_entropy_batch_chunked{reduced}": _fused_head for reduced in ("", "_no_reduction")}
 
 

@@ -39,7 +39,7 @@ class Clock:
         self._accelerators = accelerators(devices)
         self._device = self._accelerators[0] if len(self._accelerators) == 1 else torch.device("cpu")
         self._marks: list[tuple[str, Any]] = []
-        self.host_s = 0.0  # until the last phase's calls had returned; 0 by the wall clock, which waits for their work
+        self.host_s = 0.0  # until the last phase's calls returned; 0 by the wall clock, which syncs
         self._wait()
         self._begun_s = time.perf_counter()
         self.done("")
@@ -118,7 +118,7 @@ class Timing:
 
     @property
     def waits(self) -> bool:
-        """Whether the device waited for the host, whose calls took as long as the work."""
+        """Whether the device idled because the host's calls took as long as the work."""
         return self.host_s > 0.95 * self.spread().median
 
     def to_dict(self) -> dict[str, Any]:

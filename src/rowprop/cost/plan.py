@@ -29,12 +29,12 @@ from rowprop.step.selective import rows_of
 from rowprop.thinning.blocks import repeated_blocks
 
 SAME, BY_POLICY, ANOTHER, EXPECTED = "same", "by policy", "another", "in expectation"  # gradients, see Way
-LEFT_OUT = "left out"  # in the place of a gradient: the engine could not be measured
+LEFT_OUT = "left out"  # instead of a gradient: the engine could not be measured
 WHOLE_ROWS = LEFT_OUT, "its second forward takes whole rows, not tokens"
 IN_EXPECTATION = "it selects nothing, and its gradient is that of all rows in expectation"
 SHORT_S = 0.005  # a shorter plain step is mostly calls of ops, each of which costs tens of microseconds at any size
 Key = tuple[str, float]  # a way at a keep: its engine, and the keep
-ENOUGH = 3  # rounds; a keep after the first is measured only if so many rounds of all still fit
+ENOUGH = 3  # rounds; a keep after the first is measured only if this many rounds of all still fit
 WARMUP = 2  # rounds before those that count, if there is time for all of them
 Gradients = Mapping[str, tuple[str, str]]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -217,7 +217,7 @@ def _measured(
     left_s = seconds - passed_s
     chosen, warmup = _affordable(groups, left_s / plain_s, rounds)
     if accelerators(devices):
-        warmup = max(warmup, 1)  # each K has kernels of its own, whose tuning takes time and memory
+        warmup = max(warmup, 1)  # each K has separate kernels, whose tuning takes time and memory
     steps_s = plain_s * (warmup + 1 + rounds) * (1 + sum(map(_on_paper, chosen)))
     said = f"{1 + len(chosen)} kinds of step, about {min(max(left_s, 0.0), steps_s):.0f} s"
     before = min(1.0, passed_s / seconds)
@@ -235,7 +235,7 @@ def _on_paper(key: Key) -> float:
 
 
 def _affordable(groups: Sequence[Sequence[Key]], plain_steps: float, rounds: int) -> tuple[list[Key], int]:
-    """The steps that can be measured in the time of so many plain ones, and the rounds to warm up."""
+    """The steps that can be measured in the time of this many plain ones, and the warmup rounds."""
     chosen, *more = groups
     chosen, cost = list(chosen), 1 + sum(map(_on_paper, chosen))
     for group in more:

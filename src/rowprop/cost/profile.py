@@ -362,7 +362,7 @@ class Trace:
         steps: list[dict[Frame, float]] = []
         for begin, end in zip(begins, ends, strict=True):
             own_s: dict[Frame, float] = {}
-            # The backward of an accelerator runs on a thread of its own.
+            # The backward of an accelerator runs on a separate thread.
             for event in (e for e in roots if begin <= e.time_range.start < end and e.name.startswith((MARK, ENGINE))):
                 direction = "forward" if event.name == MARK + "forward" else "backward"
                 self._walk(event, Frame(direction), own_s, first=not steps)

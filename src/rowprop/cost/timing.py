@@ -164,7 +164,7 @@ def _selective(
         return selection
 
     engine = sliced if variant.engine == "sliced" else variant.engine
-    # Not "error", for which the host waits in each step until the device has come to the losses.
+    # Not "error", which syncs in each step once the device has computed the losses.
     step = SelectiveBackprop(model, losses_fn, select, engine=engine, unit=unit, nonfinite="keep")
 
     def loss_of(batch: Any, running: Done) -> Tensor:

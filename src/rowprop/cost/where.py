@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rowprop.backprop.watch import Report, recording
 from rowprop.host import drained_s
 
-OUTSIDE = "losses_fn"  # stands for a module's path where an op runs in no module's forward
+OUTSIDE = "losses_fn"  # used as the module's path where an op runs outside all modules' forwards
 
 
 def next_number() -> int:

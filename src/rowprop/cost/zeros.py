@@ -79,7 +79,7 @@ class ZeroReport:
         return f"No zeros that are worth skipping in the gradients of {self.backwards} backwards."
 
 
-LEAST = 0.05  # the share of unwatched FLOPs from which on the report tells it
+LEAST = 0.05  # smallest share of unwatched FLOPs that is reported
 
 
 def find_zeros(model: nn.Module) -> AbstractContextManager[ZeroReport]:
@@ -139,7 +139,7 @@ class _Line:
     """An output of a module, whose gradient is looked at as by ``skip_zeros``."""
 
     skip: Skip
-    output: int  # its place among the outputs of its node
+    output: int  # its index among the outputs of its node
     paths: list[str] = field(default_factory=list[str])  # the modules whose output it is, innermost first
     looks: list[Look] = field(default_factory=list[Look])  # at gradients that were not sliced
     above: set[_Line] = field(default_factory=set["_Line"])  # which sliced what came here
@@ -250,7 +250,7 @@ class _Measure(flops.Counter):
             report.unwatched_flops += 0 if node in self._known() else sum(counted)
 
     def fill(self) -> None:
-        """Work out what each place saved."""
+        """Compute what each place saved."""
         report, found = self.report, set[frozenset[_Line]]()
         for path, lines in self._places.items():
             own, looks = set(lines), [look for line in set(lines) for look in line.looks]

@@ -89,7 +89,7 @@ class LossHistory:
 
     Args:
         num_rows: M; ids are then ``0 ... M - 1``. Default None: any int64 numbers, which a table on the host finds.
-        device: Device of the tensors; default ``"cpu"``. On the device of the losses an update waits for nothing.
+        device: Device of the tensors; default ``"cpu"``. On the device of the losses an update needs no sync.
 
     Every method refuses ``ids`` that are not int64 of shape ``(N,)``, or not below ``num_rows`` (with ids and history
     on an accelerator, an assertion of torch there says so). A row takes 40 bytes, with ``num_rows=None`` about 100
@@ -113,7 +113,7 @@ class LossHistory:
             raise InvalidInput("LossHistory got the device meta, which remembers no numbers; cpu is the default.")
         self._updates = 0
         self._places: dict[int, int] | None = {} if num_rows is None else None
-        # With a table the first place belongs to no row: it answers for ids that nobody has met.
+        # With a table, slot 0 is a placeholder for unseen ids.
         self._columns = self._empty(1 if num_rows is None else num_rows)
 
     def losses_of(self, ids: Tensor) -> Tensor:
@@ -129,11 +129,11 @@ class LossHistory:
         return self._read("count", ids)
 
     def weights_of(self, ids: Tensor) -> Tensor:
-        """The factor of each row's loss in this epoch: shape ``(N,)``, float32; 1 where nobody set one."""
+        """The factor of each row's loss in this epoch: shape ``(N,)``, float32; 1 where none was set."""
         return self._read("weight", ids)
 
     def update(self, ids: Tensor, losses: Tensor, rows: Tensor | None = None) -> None:
-        """Note a visit of the rows of a batch. With ``num_rows`` only a history on the host waits, for a device's rows.
+        """Record a visit of a batch's rows. With ``num_rows``, syncs only for device rows with a history on the host.
 
         Args:
             ids: Their ids, shape ``(N,)``, int64. Of a row that comes twice the last known loss counts.
@@ -159,7 +159,7 @@ class LossHistory:
         self._updates += 1
 
     def store(self, ids: Tensor, losses: Tensor) -> None:
-        """Note a scorer's losses before the visit's :meth:`update`, with the errors of that; a NaN changes nothing."""
+        """Store a scorer's losses before the visit's :meth:`update`; errors as there. A NaN changes nothing."""
         _check_number_per_id("LossHistory.store", "losses", ids, losses)
         self._write(self._found(ids, add=True), losses, age=-1, older=0)
 
@@ -175,10 +175,10 @@ class LossHistory:
         self._columns["weight"].index_copy_(0, places, weights.to(self.device))
 
     def synchronise(self, group: Any = None) -> None:
-        """Give every rank the entries of all ranks; all must call, with histories of one make.
+        """Merge the entries of all ranks. Every rank must call it, with a history of the same size.
 
-        Of the entries of a row the one of the latest update counts (ranks take as many steps), then the one with most
-        visits since, then that of the lowest rank. Counts add up. Each rank keeps its weights. ``group`` is as for
+        Of a row's entries the latest update wins (all ranks take equally many steps), then the one with most visits
+        since, then that of the lowest rank. Counts add up. Each rank keeps its weights. ``group`` is as for
         :class:`rowprop.distributed.Global`; default None: all ranks. It costs six all-reduces, five of them of a number
         per row; with ``num_rows=None`` a gather of all ids before.
         """
@@ -198,7 +198,7 @@ class LossHistory:
             self._columns[name][places] = values
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole memory, in new tensors."""
+        """The complete history, in new tensors."""
         used = self.num_rows if self._places is None else len(self._places) + 1
         state: dict[str, Any] = {name: values[:used].clone() for name, values in self._columns.items()}
         if self._places is not None:
@@ -235,11 +235,11 @@ class LossHistory:
         return self._columns[name].index_select(0, self._found(ids, add=False))
 
     def _found(self, ids: Tensor, *, add: bool) -> Tensor:
-        """Where the rows lie in the columns, shape ``(N,)``, on their device."""
+        """The rows' indices in the columns, shape ``(N,)``, on their device."""
         check_ids("LossHistory", ids)
         known = self._places
         if known is None:
-            # To an accelerator the copy may run late; numbers that the host reads must have arrived.
+            # A copy to an accelerator may be asynchronous; numbers that the host reads must have arrived.
             places = ids.to(self.device, non_blocking=waits(self.device))
             if not (waits(ids) and waits(places)):
                 _check_range(places if waits(ids) else ids, cast("int", self.num_rows))
@@ -249,7 +249,7 @@ class LossHistory:
             for number in numbers:
                 known.setdefault(number, len(known) + 1)
             room = self._columns["loss"].numel()
-            if len(known) >= room:  # at least twice the old room, so that growing stays a small part of the work
+            if len(known) >= room:  # at least double the size, so that growing is cheap
                 added = self._empty(max(len(known) + 1, 2 * room) - room)
                 self._columns = {name: torch.cat([values, added[name]]) for name, values in self._columns.items()}
         return torch.tensor([known.get(number, 0) for number in numbers], dtype=torch.int64, device=self.device)
@@ -289,7 +289,7 @@ def _merged(
 
 
 def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-    """The places, ascending, repeats included, each with its last loss that is not NaN: any order of writing does."""
+    """The indices, ascending, with repeats, each with its last loss that is not NaN, so write order is irrelevant."""
     order = torch.sort((~losses.isnan()).to(torch.uint8), stable=True).indices
     order = order[torch.sort(places[order], stable=True).indices]
     places = places[order]
@@ -298,7 +298,7 @@ def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_ids(owner: str, ids: object) -> None:
-    """Refuse what names no rows of a data set."""
+    """Refuse a value that is not a vector of row ids."""
     if not is_vector(ids):
         needed = "the rows' ids were needed, shape (N,), int64; batches of rowprop.history.WithIds begin with them."
         raise InvalidInput(f"{owner} got {described(ids, 'ids')} but {needed}")
@@ -313,7 +313,7 @@ def check_made_for(owner: str, state: Mapping[str, Any], num_rows: int | None) -
 
 
 def filled(shape: tuple[int, ...], value: float, reason: str, **made: Any) -> Tensor:
-    """A new tensor of one value; ``reason`` ends the sentence where there is no room for it."""
+    """A new tensor of one value; ``reason`` ends the error message if memory is too small."""
     try:
         return torch.full(shape, value, **made)
     except (RuntimeError, TypeError, OverflowError) as error:

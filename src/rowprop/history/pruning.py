@@ -204,12 +204,12 @@ class PruningSampler(Sampler[int]):
             )
 
     def _own(self) -> Tensor:
-        """This rank's rows of the latest iteration; every rank has as many."""
+        """This rank's rows of the latest iteration; every rank has the same number."""
         order = self._drawn()[0] if self._order is None else self._order
         return order[self.rank :: self.num_replicas]
 
     def _even(self, order: Tensor) -> Tensor:
-        """Repeat the first rows until all ranks have as many."""
+        """Repeat the first rows until all ranks have the same number."""
         count = math.ceil(order.numel() / self.num_replicas) * self.num_replicas
         return order[torch.arange(count) % order.numel()]
 

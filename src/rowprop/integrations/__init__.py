@@ -1,1 +1,1 @@
-"""Adapters to trainers: each in a module of its own, which a user imports by name."""
+"""Adapters to trainers, each in a separate module that a user imports by name."""

@@ -139,7 +139,7 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
             )
 
     def _train(self, state: Any, batch: Any) -> Any:
-        """Run a microbatch's step in place of the model, and hand its loss to the trainer's own call."""
+        """Run a microbatch's step instead of the model, and pass its loss to the trainer's call."""
         self._replaced.give_back()
         progress = min(1.0, float(state.get_elapsed_duration()))
         self._batch, self._outputs = batch, None

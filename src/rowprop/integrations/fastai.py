@@ -76,7 +76,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
 
         learn._do_one_batch = one_batch
         self._begun, self._before = False, None
-        # The lock is held in a validation outside of a fit, whose results stay as they are.
+        # The lock is held during a validation outside of a fit, which is not changed.
         count = 0 if self._classes_fn is None else getattr(learn.dls, "c", None) or 0
         names = ["loss_all", "loss_kept", "kept", *(f"kept/{number}" for number in range(count))]
         columns = [_Mean(partial(self.mean_of, name), name) for name in names if not learn.lock.locked()]
@@ -95,7 +95,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         self.learn.metrics = _others(self.learn.metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step's state, to be saved beside ``learn.save``, which has no place for it."""
+        """Return the step's state, to save next to ``learn.save``, which cannot store it."""
         return dict(self._loaded or {}) if self.step is None else self.step.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         self._means.add(record, self.numbers)
         learn.loss = record.loss_all
         step = cast(Any, self.step)
-        if step.scorer is not None and not step.engine.one_forward:  # nobody has computed the losses of all rows
+        if step.scorer is not None and not step.engine.one_forward:  # the losses of all rows were not computed
             kept = record.loss_kept if record.num_kept else torch.zeros_like(record.loss_kept)
             learn.loss = torch.where(record.loss_all.isnan(), kept, record.loss_all)
         learn("after_loss")

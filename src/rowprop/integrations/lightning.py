@@ -78,7 +78,7 @@ class SelectiveBackpropCallback(Selects, _Callback):
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Take note that nobody has asked for the batch's loss."""
+        """Record that the batch's loss was not read yet."""
         self._asked = False
 
     def state_dict(self) -> dict[str, Any]:

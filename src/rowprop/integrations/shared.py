@@ -89,7 +89,7 @@ class Selects:
     def _run(
         self, batch: Any, index: int | None = None, *, progress: float | None, **call: Any
     ) -> tuple[Tensor, Record, Numbers]:
-        """Run the step, by the framework's progress where it has none of its own; with the numbers to log."""
+        """Run the step, by the framework's progress if it has none; returns also the numbers to log."""
         step = cast(SelectiveBackprop, self.step)
         progress = progress if step.total_steps is None and step.sampler is None else None
         classes = None if self._classes_fn is None else self._classes_fn(batch)
@@ -216,7 +216,7 @@ def own_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def with_state(
     trainer: Any, save: Callable[[], Mapping[str, Any]], load: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """What stands for a Trainer's methods of these names, so that its checkpoints hold a state of each process.
+    """Replacements for a Trainer's methods of these names, so that its checkpoints hold each process's state.
 
     A process without one gets the first one's; where none had one, ``load`` is not called.
     """

@@ -18,7 +18,7 @@ from rowprop.integrations import shared
 from rowprop.scoring import LossesFn, per_row_mean
 from rowprop.selection.base import Selector
 
-# By the name of a loss per token, whether a token is told by the position before it.
+# For each token loss: whether labels are shifted by one.
 _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
 _transformers: Any = shared.module_of("transformers", least="5.23")
 shared.module_of("accelerate")
@@ -109,7 +109,7 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
             self._trainer.remove_callback(self)
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Begin a training, or go on from its checkpoint."""
+        """Start a training, or resume from its checkpoint."""
         trainer = self._trainer
         self._shifted = _SHIFTED.get(_loss_name(trainer) or "", False)
         losses_fn, self._unit = self._losses_fn, self._settings.get("unit", "row")
@@ -261,7 +261,7 @@ def _labels(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _class_losses(config: Any, smoothing: float, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """The loss of each row, (N,), by the config's problem type, which transformers tells by the labels as well."""
+    """The loss of each row, (N,), by the config's problem type, which transformers may infer from the labels."""
     labels, logits = _labels(inputs), _logits(model, inputs)
     labels, kind = labels.to(logits.device), config.problem_type
     if kind is None:
@@ -276,7 +276,7 @@ def _class_losses(config: Any, smoothing: float, model: Any, inputs: Mapping[str
 
 
 def _token_losses(shifted: bool, smoothing: float, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """The loss of each token, (N, T), at the place whose logits tell it; 0 where it does not count."""
+    """The loss of each token, (N, T), at the position whose logits predict it; 0 where it does not count."""
     targets = _targets(inputs, shifted)
     targets = _labels(inputs) if targets is None else targets
     logits = _logits(model, inputs)
@@ -299,7 +299,7 @@ def _of_rows(losses_fn: Callable[..., Tensor], shifted: bool, model: Any, inputs
 
 
 def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
-    """The token that each place has to tell, in the shape of the labels; None without labels."""
+    """The token that each position predicts, in the shape of the labels; None without labels."""
     if "shift_labels" in inputs:
         return inputs["shift_labels"]
     labels = inputs.get("labels")

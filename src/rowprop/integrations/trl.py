@@ -283,7 +283,7 @@ class SelectedAnswers:
         self.num_rows, self.num_forwarded = shape[0], len(rows)
         if len(rows):
             ids, attended, keep = input_ids[rows], attention_mask[rows], logits_to_keep
-        else:  # all processes run as many forwards and backwards; this one runs the smallest
+        else:  # all processes need the same number of forwards and backwards; run the smallest
             first = input_ids.shape[1] - logits_to_keep - 1
             ids, attended, keep = input_ids[:1, first : first + 2], attention_mask[:1, first : first + 2], 1
         logps, entropies, aux = own(model, ids, attended, keep, *args, **kwargs)
@@ -300,7 +300,7 @@ class SelectedAnswers:
         return logps, torch.zeros_like(stand_in), aux
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Remember the rewards of all processes' answers as TRL normalises them; NaN where nobody gave one."""
+        """Remember the rewards of all processes' answers as TRL normalises them; NaN where there is none."""
         by_function = self._own["_calculate_rewards"](*args, **kwargs)
         rewards = by_function * self._trainer.reward_weights.to(by_function.device)
         if self._trainer.multi_objective_aggregation == "sum_then_normalize":

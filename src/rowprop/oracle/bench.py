@@ -35,7 +35,7 @@ class Ran:
     buffers: dict[str, Tensor]
     rng: list[Tensor]
     drew: bool
-    changed: list[str]  # parameters that the backward itself gave other values
+    changed: list[str]  # parameters that the backward itself changed
     dtype: torch.dtype  # the coarsest that the graph computes in
     record: Record
     shape: torch.Size  # of all losses

@@ -1,4 +1,4 @@
-"""Gradients beside the oracle's, and whether a difference is a documented one."""
+"""Compare gradients with the reference, and decide whether a difference is a documented one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rowprop.state import evaluating
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 TF32_TOLERANCE = TOLERANCES[torch.float16]  # TF32 has as many bits of mantissa
 NEXT_TO_NOTHING = 1e-2  # of the largest gradient, or the tolerance: smaller ones that are rounding count as so large
-ROUNDING = 10  # times the oracle's own rounding error a parameter may be off, or the tolerance if that is larger
+ROUNDING = 10  # allowed error as a multiple of the reference's rounding error; at least the tolerance
 
 
 def usual_tolerance(dtype: torch.dtype, devices: set[torch.device]) -> float:
-    """The tolerance where none is given."""
+    """Default tolerance."""
     if dtype == torch.float32 and any(d.type == "cuda" for d in devices) and torch.backends.cudnn.allow_tf32:
         return TF32_TOLERANCE
     return TOLERANCES.get(dtype, max(TOLERANCES.values()))
@@ -37,14 +37,14 @@ def usual_tolerance(dtype: torch.dtype, devices: set[torch.device]) -> float:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """How far a gradient may be from the oracle's: the tolerance, and by parameter the oracle's own rounding."""
+    """The allowed error of a gradient: the tolerance, and for each parameter the reference's rounding."""
 
     tolerance: float
     rounding: dict[str, float]
 
     @classmethod
     def measured(cls, oracle: Ran, again: Ran, tolerance: float) -> Yardstick:
-        """Measure the oracle's rounding errors on two runs of it that round differently, if it can be compared with."""
+        """Measure the reference's rounding errors on two runs that round differently, if it is reproducible."""
         if oracle.changed:
             raise InvalidInput(
                 f"The backward changed {oracle.changed[0]}, which is put back; remove the hook that does it, first."
@@ -135,7 +135,7 @@ Judgement = tuple[Status, str, list[Comparison]]  # of an engine, the reason, an
 def judge(
     bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran, *, cut: bool = False
 ) -> Judgement:
-    """Say whether the engine's step ``found`` equals the oracle's; where it does not, run further steps to say why."""
+    """Say whether the engine's step ``found`` equals the reference; if not, run further steps to say why."""
     first = yardstick.compare("as it is", oracle, found)
     same_state = not oracle.other_buffers(found) and not oracle.other_rng(found)
     if first.agrees and same_state:
@@ -152,7 +152,7 @@ def judge(
 def _judge_cut(
     bench: Bench, yardstick: Yardstick, engine: Sliced, oracle: Ran, found: Ran, first: Comparison
 ) -> Judgement:
-    """Say whether ``attention="cut"`` is the only difference: the oracle runs again with keys and values detached.
+    """Say whether ``attention="cut"`` is the only difference: the reference reruns with keys and values detached.
 
     It cannot do so to attention that a model writes as matrix products: then the other rules are compared alone.
     """
@@ -190,9 +190,9 @@ def _judge_rows(
     if constant.seen.calls:
         pair = constant, bench.run(Sliced("rows"), backward=lambda _: ConstantStatistics())
         kept = bench.run(engine, backward=lambda _: Projected()).seen.kept
-        if len(kept) == constant.seen.calls:  # a compiled region projects by ops of its own
+        if len(kept) == constant.seen.calls:  # a compiled region projects with other ops
             dense = bench.run(Masked(), backward=lambda _: Projected(kept))
-            coarser = Yardstick(math.sqrt(yardstick.tolerance), {})  # of few rows projecting leaves little but rounding
+            coarser = Yardstick(math.sqrt(yardstick.tolerance), {})  # projecting few rows leaves mostly rounding
             formula = [coarser.compare("BatchNorm projected by its formula", dense, found)]
     else:  # the model has no training BatchNorm, or compiled regions hide every one of them from a dispatch mode
         norms: list[Any] = [m for m in bench.modules if isinstance(m, _BatchNorm) and m.training]

@@ -14,7 +14,7 @@ Status = Literal["exact", "by design", "disagrees"]
 
 @dataclass(frozen=True)
 class ParameterError:
-    """How far one parameter's gradient is from the oracle's.
+    """The error of one parameter's gradient against the reference.
 
     One of rounding errors alone (the bias of attention's keys) has no own size, so its ``scale`` has a floor. Rounding
     is large where a gradient's terms cancel (a bias before BatchNorm), so more of it is ``allowed``.
@@ -22,8 +22,8 @@ class ParameterError:
 
     name: str  # as in ``model.named_parameters()``
     error: float  # largest absolute difference over ``scale``; infinity where the two cannot be compared
-    scale: float  # the oracle's largest absolute entry; of one that is rounding at least 1e-2, or the tolerance, of all
-    allowed: float  # the tolerance, at least ten times the oracle's own rounding error
+    scale: float  # the reference's largest absolute entry; if only rounding, at least 1e-2, or the tolerance, of all
+    allowed: float  # the tolerance, at least ten times the reference's rounding error
     problem: str | None = None  # why the two cannot be compared (one is missing or not finite), else None
 
     @property
@@ -34,7 +34,7 @@ class ParameterError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One engine's gradients beside the oracle's, under the same conditions."""
+    """One engine's gradients compared with the reference under the same conditions."""
 
     conditions: str  # e.g. "as it is"
     errors: list[ParameterError]  # with a gradient in either; those that disagree first, then the largest error
@@ -46,7 +46,7 @@ class Comparison:
 
     @property
     def worst(self) -> ParameterError:
-        """The parameter that is furthest off."""
+        """The parameter with the largest error."""
         return self.errors[0]
 
 
