@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rowprop.backprop.recorder import reads
+from rowprop.native import reads
 
 T = TypeVar("T")
 

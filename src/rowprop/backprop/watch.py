@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rowprop import native
 from rowprop.backprop.backward import outer
-from rowprop.backprop.recorder import reads
+from rowprop.native import reads
 
 
 @dataclass

@@ -21,7 +21,6 @@ from rowprop import native
 from rowprop.backprop import watch
 from rowprop.backprop.autograd.streams import bring
 from rowprop.backprop.backward import node_name, unpacks
-from rowprop.backprop.recorder import Recorder, derived
 from rowprop.backprop.rows.layout import Layout
 from rowprop.backprop.rows.refusals import NO_RULE, NeedsAllRows
 from rowprop.backprop.rows.rows import RowSet
@@ -464,6 +463,8 @@ def _op(name: str, overload: str) -> Any:
 
 def _recorded(call: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an op's rule, and give the extension the recipe."""
+    from rowprop.native.recorder import Recorder  # only here, as Python's dispatch needs none
+
     name, writes, views, _, _ = _traits(func)
     at_work = Recorder(call, func, args, kwargs, _sliced)
     at_work.why = at_work.why or ("it writes to its operand" if writes else None if func in RULES else NO_RULE)
@@ -491,6 +492,8 @@ def go_native() -> None:
     built: Any = building.arrive()
     if built is None:
         return
+    from rowprop.native.recorder import derived
+
     named = [op._schema for op in cast("list[Any]", [*RULES]) if getattr(op, "_schema", None) is not None]
     keys = {f"{s.name}.{s.overload_name}".removesuffix(".") for s in named if s.name.startswith("aten::")}
     built.setup(RowGrad, sorted(keys), watch._reports, note, unpacks, derived)  # pyright: ignore[reportPrivateUsage]

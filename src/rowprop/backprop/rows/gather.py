@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rowprop import native
 from rowprop.backprop.backward import running, unpacks
-from rowprop.backprop.recorder import recorder
 from rowprop.backprop.rows.layout import Layout, layout_as, pieces
 from rowprop.backprop.rows.refusals import NeedsAllRows
 from rowprop.backprop.rows.rows import RowSet, joined
+from rowprop.native import recording
 
 
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
@@ -28,7 +28,7 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     if rows.recompute is not None:
         return rows.recompute(tensor, layout)
     parts = rows.indices(layout.sizes) if layout.minor else ()
-    at_work = recorder()
+    at_work = recording()
     if at_work is not None:
         return at_work.gather(tensor, layout, lambda: gather_plain(tensor, rows.index, layout, parts))
     # It has no memory of its own to be recognised by, or, made in inference mode, no count of writes.

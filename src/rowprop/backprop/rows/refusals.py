@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rowprop.backprop.recorder import reads
 from rowprop.backprop.watch import note
 from rowprop.host import readable, waits
+from rowprop.native import reads
 
 
 class NeedsAllRows(Exception):

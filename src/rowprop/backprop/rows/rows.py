@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from rowprop import native
 from rowprop.backprop.backward import outer
-from rowprop.backprop.recorder import reads, recorder
 from rowprop.backprop.rows.layout import Layout
 from rowprop.backprop.rows.refusals import check_readable
 from rowprop.host import present_stream, readable, waits
+from rowprop.native import reads, recording
 
 
 class Hook:
@@ -220,9 +220,9 @@ class RowSet:
             found = self._derived.get(key, ...)
         if found is ...:
             outer().ends.append(self._derived.clear)  # rows and those derived from them hold each other
-            with nullcontext() if recorder() is None else _disable_current_modes():
+            with nullcontext() if recording() is None else _disable_current_modes():
                 found = self._derived[key] = make(*about)
-        at_work = recorder()
+        at_work = recording()
         if at_work is not None:
             at_work.follows(self, make.__name__, about, found)
         return found

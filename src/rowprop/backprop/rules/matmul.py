@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.recorder import reads
 from rowprop.backprop.rows.layout import Layout, transpose
 from rowprop.backprop.rows.sequences import Sequences, in_front, put_back, sequences_of
 from rowprop.backprop.rows.slice import Densify, RowSlice, sliced_again, whole_rows
@@ -23,6 +22,7 @@ from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, op_name, rule
 from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.watch import note, note_densified
+from rowprop.native import reads
 
 _DIMS = {(2, 2): ("ij", "jk", "ik"), (3, 3): ("bij", "bjk", "bik"), (2, 1): ("ij", "j", "i"), (1, 1): ("i", "i", "")}
 """Names of the dimensions of two factors and of their product, by the numbers of the factors' dimensions."""

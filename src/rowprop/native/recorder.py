@@ -3,12 +3,12 @@
 A step is an op of aten on tensors that the rule was given or made; a gather of the kept rows; or something that
 follows from the rows' index alone. The extension replays the steps for a call whose key is equal: the op, its arguments
 that are no tensors, the sizes, strides and dtypes of its tensors, the layouts, and the rows' traits; the number of kept
-rows may be another one, see native.cpp. A rule that depends on more says so by :func:`reads`, and is not recorded.
+rows may be another one, see native.cpp. A rule that depends on more says so by :func:`rowprop.native.reads`, and is not
+recorded.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,20 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowprop import native
-
-_thread = threading.local()
-
-
-def recorder() -> Recorder | None:
-    """The recorder that is at work on this thread."""
-    return getattr(_thread, "recorder", None)
-
-
-def reads(what: str) -> None:
-    """Tell the recorder, if one is at work, that a rule depends on what is not in the key of its call."""
-    found = recorder()
-    if found is not None:
-        found.why = found.why or what
 
 
 def derived(rows: Any, which: tuple[str, tuple[Any, ...], int | None]) -> Tensor:
@@ -82,11 +68,11 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Any:
-        _thread.recorder = self
+        native.thread.recorder = self
         return super().__enter__()
 
     def __exit__(self, *error: object) -> Any:
-        _thread.recorder = None
+        native.thread.recorder = None
         return super().__exit__(*error)
 
     def _argument(self, value: Any) -> None:
