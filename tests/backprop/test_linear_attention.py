@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 import interpreted
 import mamba_kernels
 from picks import Take, as_indexed
+from rowprop.backprop.rows.sequences import packed_of
 from rowprop.cost.flops import count_flops
 
 if not (find_spec("fla") and find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1"):
@@ -395,12 +397,34 @@ def test_packed_sequences_that_hold_a_kept_token(name: str):
 
 @pytest.mark.parametrize("name", ["GLA, recurrent", "simple GLA", "convolution", "token shift"])
 def test_rows_in_one_packing(name: str):
-    # Red when: gradients of whole sequences go on as those of tokens, so that rows below meet tokens.
+    # Red when: the gradients of kept tokens are put at the places of others.
     of, make = MIXING[name]
     w, x = weights()
     out = first(make(Parts((x @ w).view(1, N * T, -1)), {"cu_seqlens": torch.arange(N + 1) * T}))
     report, dense, sliced = compare(out, of, lambda o: of_rows(o.view(N, T, -1)), ROWS, w)
     assert report.sliced[of] == 1 and not report.densified and sliced.got * N == dense.got
+
+
+@pytest.mark.parametrize(("kept", "reads"), [("rows", 1), ("tokens", 2)])
+# Red when: gradients of whole sequences go on as those of other tokens, so that each layer reads the lengths again.
+def test_layers_share_the_lengths_of_a_packing(kept: str, reads: int, monkeypatch: pytest.MonkeyPatch):
+    calls = list[int]()
+
+    @wraps(packed_of)
+    def counted(rows: Any, *about: Any) -> Any:
+        calls.append(rows.kept)
+        return packed_of(rows, *about)
+
+    monkeypatch.setattr("rowprop.backprop.rules.linear_attention.packed_of", counted)
+    w, x = weights()
+    out, ends = (x @ w).view(1, N * T, -1), torch.arange(N + 1) * T
+    for _ in range(3):
+        out = token_shift(out, cu_seqlens=ends)
+    if kept == "rows":
+        report, *_ = compare(out, "TokenShift", lambda o: of_rows(o.view(N, T, -1)), ROWS, w)
+    else:
+        report, *_ = compare(out, "TokenShift", of_tokens, (torch.arange(N * T) == T)[None], w)
+    assert report.sliced["TokenShift"] == 3 and not report.densified and len(calls) == reads
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
@@ -442,13 +466,13 @@ def test_functions_of_each_token(name: str, packed: bool, kept: str):
     assert sliced.flops <= 0.27 * dense.flops
 
 
-def other(name: str, module: str, **about: Any) -> Any:
-    """A function of this name that mixes rows, and saves one tensor."""
+def other(name: str, module: str, saved: Callable[[Tensor], Tensor] = Tensor.detach, **about: Any) -> Any:
+    """A function of this name that mixes rows, and saves one tensor, its input or ``saved`` of it."""
 
     class Other(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
+            ctx.save_for_backward(saved(x))
             vars(ctx).update(about)
             return x - x.mean(0)
 
@@ -461,17 +485,19 @@ def other(name: str, module: str, **about: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "about"),
+    ("name", "module", "about", "reason"),
     [
-        ("SwishFunction", "another", {}),
-        ("ChunkGLAFunction", "fla.ops", {}),
-        ("SelectiveScanFn", "generated_1a", {}),
-        ("SwishFunction", "fla.ops", {"kept": torch.ones(N)}),
-        ("TokenShift", "fla.ops", {"cp_context": 1}),
+        ("SwishFunction", "another", {}, "custom autograd function"),
+        ("ChunkGLAFunction", "fla.ops", {}, "does not save"),
+        ("SelectiveScanFn", "generated_1a", {}, "does not save"),
+        ("SwishFunction", "fla.ops", {"kept": torch.ones(N)}, "does not save"),
+        ("SwishFunction", "fla.ops", {"saved": torch.adjoint}, "does not save"),
+        ("SwishFunction", "fla.ops", {"cp_context": 1}, "split over processes"),
     ],
 )
-# Red when: a class is known by its name alone.
-def test_functions_that_save_other_things_run_at_full_size(name: str, module: str, about: dict[str, Any]):
+# Red when: a class is known by its name alone, or the saved tensors' shapes or ``cp_context`` are not looked at.
+def test_functions_that_save_other_things_run_at_full_size(name: str, module: str, about: dict[str, Any], reason: str):
     w, x = weights()
     report, dense, sliced = compare(other(name, module, **about)(x @ w), name, of_rows, ROWS, w)
     assert list(report.densified) in ([name], ["custom function"]) and dense.got == sliced.got
+    assert all(reason in entry.reason for entry in report.densified.values())
