@@ -14,19 +14,34 @@ import statistics
 import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import bench_tokens
 import rowprop
-from bench_step import CPU, RESULTS, Batch, Bench, gpt, resnet, row_losses, save, setting, spread, vit
-from bench_tokens import Size, token_losses
-from rowprop import native
-from rowprop.backprop.autograd.rowgrad import go_native
+from bench_step import (
+    CPU,
+    RESULTS,
+    Batch,
+    Bench,
+    Loss,
+    draw,
+    full,
+    gpt,
+    resnet,
+    row_losses,
+    save,
+    setting,
+    sliced,
+    spread,
+    vit,
+)
+from bench_tokens import VARIANTS, Size
+from rowprop.backprop.autograd.rowgrad import by_python, go_native
 from rowprop.native import building
 
 KEEP = 0.25
@@ -48,18 +63,6 @@ class Encoder(nn.Module):
 
 
 @contextmanager
-def by_python() -> Generator[None]:
-    """Have Python dispatch within the block."""
-    built = native.extension
-    with mock.patch.object(native, "extension", None):
-        if built is not None:
-            built.enable(False)
-        yield
-        if built is not None:
-            built.enable(True)
-
-
-@contextmanager
 def thinned(model: nn.Module) -> Generator[None]:
     """Have backwards within the block run on rows that are drawn at the last block."""
     handle = rowprop.thin(model, keep=KEEP, blocks=["blocks.layers.5"])
@@ -67,24 +70,9 @@ def thinned(model: nn.Module) -> Generator[None]:
     handle.remove()
 
 
-def plain(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
-    """All rows."""
-    return row_losses(model, batch).mean()
-
-
 def few(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
     """The kept rows alone."""
     return row_losses(model, tuple(t[rows] for t in batch)).mean()
-
-
-def picked(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
-    """The backward on the kept rows."""
-    return rowprop.pick(row_losses(model, batch), rows, batchnorm="rows").mean()
-
-
-def tokens(model: nn.Module, batch: Batch, kept: Tensor) -> Tensor:
-    """The backward on the kept tokens."""
-    return rowprop.pick(token_losses(model, batch), kept, attention="cut").mean()
 
 
 def _text(size: Size) -> Batch:
@@ -93,39 +81,39 @@ def _text(size: Size) -> Batch:
 
 
 Make = Callable[[], tuple[nn.Module, Batch]]
-MODELS: dict[str, tuple[Make, Callable[..., Tensor]]] = {
-    "ViT": (lambda: vit(*CPU.vit), picked),
-    "GPT": (lambda: gpt(*CPU.gpt), picked),
-    "ResNet": (lambda: resnet(*CPU.resnet), picked),
-    "GPT, tokens": (lambda: (bench_tokens.gpt(TOKENS), _text(TOKENS)), tokens),
-    "MiniLM, thinned": (lambda: (Encoder(), (torch.randn(16, 32, 384), torch.randint(10, (16,)))), plain),
+MODELS: dict[str, tuple[Make, Loss]] = {
+    "ViT": (lambda: vit(*CPU.vit), sliced),
+    "GPT": (lambda: gpt(*CPU.gpt), sliced),
+    "ResNet": (lambda: resnet(*CPU.resnet), sliced),
+    "GPT, tokens": (lambda: (bench_tokens.gpt(TOKENS), _text(TOKENS)), VARIANTS["cut"]),
+    "MiniLM, thinned": (lambda: (Encoder(), (torch.randn(16, 32, 384), torch.randint(10, (16,)))), full),
 }
 
 
-def measure(make: Make, sliced: Callable[..., Tensor], rounds: int) -> dict[str, Any]:
+def measure(make: Make, loss: Loss, rounds: int) -> dict[str, Any]:
     """Every figure of one model."""
     torch.manual_seed(0)
     model, batch = make()
     bench = Bench(model, batch, torch.optim.SGD(model.parameters(), lr=0.0), nullcontext)
-    by_tokens, thins = sliced is tokens, sliced is plain
-    entries = batch[1] if by_tokens else batch[1][:, None] if batch[1].ndim == 1 else batch[1][:, :1]
-    ways: dict[str, tuple[Callable[..., Tensor], Callable[[], AbstractContextManager[Any]]]] = {
-        "plain": (plain, nullcontext), "few": (few, nullcontext),
-        "Python": (sliced, by_python), "native": (sliced, nullcontext),
-    }  # fmt: skip
+    by_tokens, device = loss is VARIANTS["cut"], torch.device("cpu")
+    around = partial(thinned, model) if loss is full else nullcontext
+    ways: dict[str, tuple[Loss, Callable[[], AbstractContextManager[Any]]]] = {
+        "plain": (full, nullcontext),
+        "few": (few, nullcontext),
+        "Python": (loss, by_python),
+        "native": (loss, nullcontext),
+    }
     if by_tokens:
         del ways["few"]
     names, warmup = list(ways), 6
     taken: dict[str, list[Any]] = {name: [] for name in names}
     for number in range(warmup + rounds):
-        kept = torch.randperm(entries.numel())[: round(KEEP * entries.numel())].sort().values
-        mask = torch.zeros(entries.numel(), dtype=torch.bool).index_fill(0, kept, True)
-        rows = mask.view_as(entries) if by_tokens else kept
+        kept = bench_tokens.draw(TOKENS, KEEP, device) if by_tokens else draw(len(batch[0]), KEEP, device)
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            loss, around = ways[name]
-            with around(), thinned(model) if thins and name in ("Python", "native") else nullcontext():
-                step = bench.step(loss, rows)
+            of, dispatch = ways[name]
+            with dispatch(), around() if name in ("Python", "native") else nullcontext():
+                step = bench.step(of, kept)
             if number >= warmup:
                 taken[name].append(step)
     before = taken.pop("plain")

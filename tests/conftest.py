@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ import pytest
 import torch
 
 from accelerator import Accelerator
-from picks import by_python
 from rowprop import host
-from rowprop.backprop.autograd.rowgrad import go_native
+from rowprop.backprop.autograd.rowgrad import by_python, go_native
 from rowprop.native import building
 from rowprop.thinning.worth import Worth
 from step_cases import ENGINES
@@ -126,13 +126,19 @@ def quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
+@contextmanager
+def on_one_thread() -> Iterator[None]:
     """Tiny models gain nothing from threads, and wait for them where the machine is shared."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    with on_one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,17 @@ import ast
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+import interpreted
 
 RAN: list[list[int]] = []
 """The lengths of the queries' sequences in each backward."""
@@ -49,20 +50,13 @@ def on_cpu(interface: Any) -> None:
         op.register_kernel("cpu")(op._init_fn)
 
 
-@contextmanager
-def triton_on_cpu() -> Iterator[None]:
+def triton_on_cpu(patch: pytest.MonkeyPatch) -> None:
     """Have flash-attn's Triton kernels run by the interpreter, and its compiled activations by torch."""
-    # A device of so many threads that a kernel has one configuration, so nothing is timed to choose among them.
-    device = SimpleNamespace(warp_size=1024, multi_processor_count=1)
-    about = {"device": lambda _: nullcontext(), "current_device": int, "get_device_properties": lambda _: device}
-    with ExitStack() as stack:
-        for name, stand_in in about.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-        stack.enter_context(mock.patch.object(torch.library, "wrap_triton", lambda kernel: kernel))
-        activations = __import__("flash_attn.ops.activations").ops.activations
-        stack.enter_context(mock.patch.object(activations, "swiglu_fwd", lambda x, y: F.silu(x) * y))
-        stack.enter_context(mock.patch.object(activations, "swiglu_bwd", swiglu_backward))
-        yield
+    interpreted.without_gpu(patch)
+    patch.setattr(torch.library, "wrap_triton", lambda kernel: kernel)
+    activations = __import__("flash_attn.ops.activations").ops.activations
+    patch.setattr(activations, "swiglu_fwd", lambda x, y: F.silu(x) * y)
+    patch.setattr(activations, "swiglu_bwd", swiglu_backward)
 
 
 def swiglu_backward(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

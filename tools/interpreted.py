@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator
+from contextlib import nullcontext
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 RAN: list[tuple[str, int]] = []
 """The name of each kernel that ran, and in how many programs."""
@@ -32,6 +35,14 @@ class Counter(int):
 
 def counted(*about: Any) -> Iterator[Counter]:
     return map(Counter, builtins.range(*map(int, about)))
+
+
+def without_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Have ``torch.cuda`` answer as a device of so many threads that no kernel is timed to choose a configuration."""
+    device = SimpleNamespace(warp_size=1024, multi_processor_count=1)
+    about = {"device": lambda _: nullcontext(), "current_device": int, "get_device_properties": lambda _: device}
+    for name, stand_in in about.items():
+        patch.setattr(torch.cuda, name, stand_in)
 
 
 def on_cpu(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ They check what the extensions check (``csrc/selective_scan/selective_scan.cpp``
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -15,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+import interpreted
 
 RAN: list[int] = []
 """The number of rows in each backward of one of these kernels."""
@@ -33,9 +34,7 @@ def install(patch: pytest.MonkeyPatch) -> bool:
         conv: Any = ModuleType("causal_conv1d_cuda")
         conv.causal_conv1d_fwd, conv.causal_conv1d_bwd = conv_forward, conv_backward
         sys.modules |= {"mamba_ssm": package, "selective_scan_cuda": scan, "causal_conv1d_cuda": conv}
-    patch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    processors = type("Properties", (), {"multi_processor_count": 1})
-    patch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    interpreted.without_gpu(patch)
     return True
 
 

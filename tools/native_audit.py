@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_flatten
 
 import audit
 import programs
-from picks import Take, by_python
+from picks import Take
 from rowprop import native
-from rowprop.backprop.autograd.rowgrad import RowGrad, go_native
+from rowprop.backprop.autograd.rowgrad import RowGrad, by_python, go_native
 from rowprop.backprop.rows.layout import Layout
 from rowprop.backprop.rows.rows import RowSet
 from rowprop.backprop.rows.slice import RowSlice

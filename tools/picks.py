@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
-from rowprop import native
 from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
@@ -23,20 +21,6 @@ from rowprop.cost.flops import count_flops
 N = 8
 ROWS = torch.tensor([1, 4, 6])
 Take = Callable[[Tensor, Any], Tensor]
-
-
-@contextmanager
-def by_python() -> Iterator[None]:
-    """Have Python run the ops within the block, also where native dispatch is in use."""
-    built = native.extension
-    with mock.patch.object(native, "extension", None):
-        if built is not None:
-            built.enable(False)
-        try:
-            yield
-        finally:
-            if built is not None:
-                built.enable(True)
 
 
 def weight(*shape: int) -> Tensor:

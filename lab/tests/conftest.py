@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import compare_cases
 from rowprop_lab.run import compare
@@ -19,14 +17,7 @@ _shared = runpy.run_path(str(Path(__file__).parents[2] / "tests" / "conftest.py"
 browser, seeded, pinned_matplotlib = (_shared[name] for name in ("browser", "seeded", "pinned_matplotlib"))
 always_drawn, any_count, as_host = (_shared[name] for name in ("always_drawn", "any_count", "as_host"))
 _told_of_batchnorm, _silent_commands = _shared["_told_of_batchnorm"], _shared["_silent_commands"]
-
-
-@contextmanager
-def on_one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+on_one_thread = _shared["on_one_thread"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,10 +25,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import native_audit
-import picks
 import rowprop
 import zoo
 from rowprop import native
+from rowprop.backprop.autograd import rowgrad
 from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.rows.layout import Layout, Part
 from rowprop.backprop.rows.rows import Hook, RowSet
@@ -51,7 +51,7 @@ def _forgetting() -> Iterator[None]:
 
 def by_python(f: Callable[[], Any]) -> Any:
     """The result of ``f`` where Python dispatches."""
-    with picks.by_python():
+    with rowgrad.by_python():
         return f()
 
 

@@ -137,16 +137,13 @@ def _prepare(start: Any, rows: RowSet, slices: bool, held: Backward) -> list[Cal
     undo = _step_aside()
     special = None if watched() else _special(start, held)
     nodes = upstream(start, held.nodes) if special is None else special
-    leaves, ordinary = list[Any](), list[Any]()
+    leaves: list[Any] = []
     for node in nodes:
         kind: type[Any] = node.__class__
         if kind is AccumulateGrad:
             leaves.append(node)
             continue
-        if kind in _ORDINARY:
-            ordinary.append(node)
-            continue
-        if node is start and slices:
+        if kind in _ORDINARY or (node is start and slices):
             continue
         name = node.name()
         in_python = isinstance(node, BackwardCFunction)
@@ -171,9 +168,8 @@ def _prepare(start: Any, rows: RowSet, slices: bool, held: Backward) -> list[Cal
             undo += _mark_copying(node)
         elif name == kind.__name__ and not in_python:
             _ORDINARY.add(kind)
-            ordinary.append(node)
     if special is not None:
-        native.extension.learn(ordinary)
+        native.extension.learn([node for node in special if node.__class__ in _ORDINARY])
     if watched():
         products = [node for node in nodes if node.name().startswith(_PRODUCTS)]
         undo += [node.register_prehook(_report_full(node.name(), rows.num_rows)).remove for node in products]

@@ -10,7 +10,8 @@ tensor, which it may also write to.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
 
@@ -499,3 +500,17 @@ def go_native() -> None:
     built.setup(RowGrad, sorted(keys), watch._reports, note, unpacks, derived)  # pyright: ignore[reportPrivateUsage]
     built.enable(True)
     native.extension = built
+
+
+@contextmanager
+def by_python() -> Generator[None]:
+    """Have Python run the ops within the block, also where native dispatch is in use: to compare."""
+    built, native.extension = native.extension, None
+    if built is not None:
+        built.enable(False)
+    try:
+        yield
+    finally:
+        native.extension = built
+        if built is not None:
+            built.enable(True)
