@@ -8,8 +8,10 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import rowprop
 from commands import refused, run
 from rowprop.__main__ import main as entry_point
 from rowprop.app.cli import TESTED, app
+from rowprop.app.lookup import require_lab
 from rowprop.backprop.rules.registry import RULES
 from rowprop.errors import is_ours
 from rowprop.native import building
@@ -165,8 +168,24 @@ def test_bad_input_is_one_sentence_and_exit_2(line: str, sentence: str):
     refused(run(*line.split()), sentence)
 
 
+@pytest.fixture
+def _lab_not_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "lab"])
+    with mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "rowprop_lab"]:
+            del sys.modules[name]
+        yield
+
+
+@pytest.mark.usefixtures("_lab_not_imported")
+def test_the_comparison_is_found_in_a_checkout_that_is_not_installed():
+    # Red unless its folder joins the path.
+    assert require_lab("rowprop compare", digits=False).Settings().seeds == 3
+
+
+@pytest.mark.usefixtures("_lab_not_imported")
 def test_an_installed_package_says_where_the_comparison_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Red without the check of the folder: exit code 3, and ModuleNotFoundError.
+    # Red without the check of the folder: ModuleNotFoundError.
     monkeypatch.setattr("rowprop.app.lookup.LAB", tmp_path / "lab" / "rowprop_lab")
     refused(run("compare", "--out", tmp_path / "out"), "rowprop compare is not in the installed package")
     assert not (tmp_path / "out").exists()

@@ -28,7 +28,7 @@ import native_audit
 import rowprop
 import zoo
 from rowprop import native
-from rowprop.backprop.autograd import rowgrad
+from rowprop.backprop.autograd import foreign, rowgrad
 from rowprop.backprop.autograd.rowgrad import RowGrad
 from rowprop.backprop.rows.layout import Layout, Part
 from rowprop.backprop.rows.rows import Hook, RowSet
@@ -532,6 +532,17 @@ def test_nodes_that_python_has_to_look_at_are_found_by_the_extension(hooked: boo
         assert {*map(type, found), *seen} == {Tensor}
         torch.testing.assert_close(found, gradients(lambda losses, rows: losses[rows]))
     assert len(seen) == 2 * TIMES * (hooked and inputs is None)
+
+
+@dispatched
+def test_the_extension_hands_out_an_ordinary_node_once(monkeypatch: pytest.MonkeyPatch):
+    # Red unless it learns which types of nodes need nothing: then Python walks over all nodes at each backward.
+    walks, special = list[int](), foreign._special
+    monkeypatch.setattr(foreign, "_special", lambda *args: (found := special(*args), walks.append(len(found)))[0])
+    x, layer = torch.randn(8, 4), nn.Sequential(*[nn.Linear(4, 4), nn.Tanh()] * 3)
+    for _ in range(2):
+        rowprop.pick(layer(x).square().mean(1), [1, 5]).sum().backward()
+    assert walks[-1] == 1  # the node of the pick
 
 
 @dispatched
