@@ -1,7 +1,7 @@
 """transformers' own tensor parallelism on the CPU, in two processes: ``python tensor_parallel_llama.py FOLDER``.
 
-Each rank prints the largest difference from a model that is not sharded, relative to its largest gradient, and its
-share of the backward's FLOPs, where a quarter of the rows or of the tokens is kept.
+Each rank writes RANK.json into the folder: the largest difference from a model that is not sharded, relative to its
+largest gradient, and its share of the backward's FLOPs, where a quarter of the rows or of the tokens is kept.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def run(folder: str, rank: int) -> None:
         pairs = zip(sharded.parameters(), whole.parameters(), strict=True)
         figures[unit] = max(float((dense(a.grad) - b.grad).abs().max() / b.grad.abs().max()) for a, b in pairs)
         figures[f"{unit}, densified"] = sorted(report.densified)
-    print(json.dumps(figures), flush=True)
+    Path(folder, f"{rank}.json").write_text(json.dumps(figures))  # lines of two processes can meet on one stdout
     dist.destroy_process_group()
 
 
